@@ -1,0 +1,33 @@
+# make demo   set up, then run the main job on an embedded model
+# make test   set up, then run the tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: setup demo test check report clean
+
+setup: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "quantize-state needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-cpu.txt --editable '.[dev]'
+	@touch $@
+
+demo: setup
+	$(BIN)/quantize-state eval tiny-gdn --tokens 4096
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+report: setup
+	$(BIN)/python -m quantize_state.evals.table results/accuracy/*.json --readme README.md
+
+clean:
+	rm -rf $(VENV) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
