@@ -1,0 +1,50 @@
+"""What a layer hands to its recurrence: the raw inputs of a few tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """Raw inputs of T tokens for B rows, before any normalisation.
+
+    Shapes (B rows, T tokens, H heads, Hk key heads): ``q``, ``k`` [B, T, Hk, K]; ``v`` [B, T, H, V];
+    ``beta`` [B, T, H] (Mamba-2: Δ after softplus, bias and limits); ``g`` log-decay, [B, T, H] for GDN,
+    [B, T, H, K] for KDA, None for Mamba-2, whose log-decay is ``decay_rate``·Δ. Mamba-2 calls q C, k B
+    and v x.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    g: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.v.shape[1]
+
+    @property
+    def rows(self) -> int:
+        return self.v.shape[0]
+
+    def map(self, fn) -> TokenInputs:
+        """The same inputs with ``fn`` applied to every tensor."""
+        return TokenInputs(*(None if t is None else fn(t) for t in (self.q, self.k, self.v, self.beta, self.g)))
+
+    def slice(self, start: int, stop: int) -> TokenInputs:
+        """Tokens ``start`` to ``stop`` (exclusive)."""
+        return self.map(lambda t: t[:, start:stop])
+
+
+def concat_tokens(parts: list[TokenInputs]) -> TokenInputs:
+    """Join inputs along the token axis."""
+    if len(parts) == 1:
+        return parts[0]
+    g = None if parts[0].g is None else torch.cat([p.g for p in parts], dim=1)  # type: ignore[misc]
+    q, k, v, beta = (torch.cat([getattr(p, name) for p in parts], dim=1) for name in ("q", "k", "v", "beta"))
+    return TokenInputs(q, k, v, beta, g)

@@ -1,0 +1,184 @@
+"""Advancing a DecodeState: one token, many tokens as decode would, or a prompt.
+
+Every function takes raw inputs of shape [B, T, …] and returns outputs [B, T, H, V] in float32, without
+Mamba-2's D·x skip and without gates. Row b of the batch works on slot ``slots[b]``; −1 marks a padded row,
+whose output is zero and which changes nothing. Without ``slots``, row b is slot b.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..quant.errors import InvalidValueError
+from ..quant.state import PADDING, DecodeState
+from .fold.reference import fold
+from .inputs import TokenInputs, concat_tokens
+from .readout.reference import readout
+from .scan.reference import scan_windows
+from .window.reference import Window, fold_terms, make_window, read_terms
+
+PREFILL_CHUNK = 64
+"""Tokens per window where everything is exact and the window is free: the usual chunk of linear attention."""
+
+
+def step(state: DecodeState, inputs: TokenInputs, slots: Tensor | None = None) -> Tensor:
+    """One token for each row: append it to the ring, then read, or flush where the window is full.
+
+    A row that flushes takes its output from the FP32 state that it has just folded.
+    """
+    if inputs.tokens != 1:
+        raise InvalidValueError(f"step takes one token per row and was given {inputs.tokens}; use scan or prefill")
+    slots, live = _live_rows(state, inputs, slots)
+    y = inputs.v.new_zeros(inputs.rows, state.spec.heads, state.spec.value_dim, dtype=torch.float32)
+    inputs = inputs if live is None else inputs.map(lambda t: t[live])
+    row = state.cursor[slots].long()
+    _append(state, inputs, slots, row)
+    state.position[slots] += 1
+    window = _ring_window(state, slots, inputs, row)
+    flushing = row + 1 == state.policy.window
+    parts = [(flushing, _flush), (~flushing, _read)]
+    out = y if live is None else y[live]
+    for chosen, action in parts:
+        if bool(chosen.all()):
+            out = action(state, window, slots, row)
+            break
+        if bool(chosen.any()):
+            out[chosen] = action(state, _rows(window, chosen), slots[chosen], row[chosen])
+    if live is None:
+        y = out
+    else:
+        y[live] = out
+    return y[:, None]
+
+
+def _flush(state: DecodeState, window: Window, slots: Tensor, row: Tensor) -> Tensor:
+    folded = fold(state.checkpoint[slots].decode(), fold_terms(window), window.v)
+    query = window.q.take_along_dim(row[:, None, None, None], dim=-2)
+    state.renew_(folded, slots)
+    return (query @ folded.mT)[:, :, 0]
+
+
+def _read(state: DecodeState, window: Window, slots: Tensor, row: Tensor) -> Tensor:
+    state.cursor[slots] += 1
+    return readout(state.read_source[slots].decode(), read_terms(window, row), window.v)[:, :, 0]
+
+
+def scan(state: DecodeState, inputs: TokenInputs, slots: Tensor | None = None) -> Tensor:
+    """The arithmetic of ``inputs.tokens`` steps, window by window: teacher forcing without stepping (DESIGN.md §4)."""
+    slots, live = _live_rows(state, inputs, slots)
+    shape = (inputs.rows, inputs.tokens, state.spec.heads, state.spec.value_dim)
+    y = inputs.v.new_zeros(shape, dtype=torch.float32)
+    rows = torch.arange(inputs.rows, device=y.device) if live is None else live.nonzero()[:, 0]
+    cursor = state.cursor[slots]
+    for fill in cursor.unique().tolist():  # rows whose windows end at the same token go together
+        together = cursor == fill
+        chosen = rows[together]
+        y[chosen] = _scan_aligned(state, inputs.map(lambda t, c=chosen: t[c]), slots[together], fill)
+    return y
+
+
+def _scan_aligned(state: DecodeState, inputs: TokenInputs, slots: Tensor, fill: int) -> Tensor:
+    """Scan rows whose rings all hold ``fill`` tokens, which come before the new ones in their first window."""
+    length = state.policy.window
+    if fill:
+        inputs = concat_tokens([_ring_inputs(state, slots, fill, like=inputs), inputs])
+    whole = inputs.tokens - inputs.tokens % length
+    state.position[slots] -= fill
+    outputs = []
+    if whole:
+        outputs.append(scan_windows(state, inputs.slice(0, whole), slots))
+    state.position[slots] += inputs.tokens - whole
+    if whole < inputs.tokens:
+        rest = inputs.slice(whole, inputs.tokens)
+        state.cursor[slots] = rest.tokens
+        _append(state, rest, slots, torch.zeros_like(slots))
+        window = make_window(state.spec, rest, decay_rate=state.decay_rate)
+        y = readout(state.read_source[slots].decode(), read_terms(window), window.v)
+        outputs.append(y.transpose(1, 2))
+    return torch.cat(outputs, dim=1)[:, fill:]
+
+
+def prefill(state: DecodeState, inputs: TokenInputs, slots: Tensor | None = None) -> Tensor:
+    """A prompt, or more of one: exact FP32 outputs, then everything folded, the copy renewed, the ring empty."""
+    slots, live = _live_rows(state, inputs, slots)
+    shape = (inputs.rows, inputs.tokens, state.spec.heads, state.spec.value_dim)
+    y = inputs.v.new_zeros(shape, dtype=torch.float32)
+    inputs = inputs if live is None else inputs.map(lambda t: t[live])
+    exact = DecodeState.allocate(
+        state.spec,
+        replace(state.policy, checkpoint="fp32", read=None, stochastic=False, window=PREFILL_CHUNK),
+        len(slots),
+        layer=state.layer,
+        device=inputs.v.device,
+        dtype=inputs.v.dtype,
+        decay_rate=state.decay_rate,
+    )
+    exact.renew_(folded(state, slots))
+    out = scan(exact, inputs)
+    state.position[slots] += inputs.tokens
+    state.renew_(folded(exact), slots)
+    if live is None:
+        return out
+    y[live] = out
+    return y
+
+
+def folded(state: DecodeState, slots: Tensor | None = None) -> Tensor:
+    """The states [n, H, V, K] float32 with their rings folded in; nothing is changed."""
+    index = torch.arange(state.slots, device=state.cursor.device) if slots is None else slots
+    checkpoint = state.checkpoint[index].decode()
+    if not bool(state.cursor[index].any()):
+        return checkpoint
+    window = _ring_window(state, index)
+    return fold(checkpoint, fold_terms(window), window.v)
+
+
+def _live_rows(state: DecodeState, inputs: TokenInputs, slots: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Slots of the rows that are not padding, and the mask of these rows where some are."""
+    if slots is None:
+        if inputs.rows != state.slots:
+            raise InvalidValueError(f"{inputs.rows} rows of input for {state.slots} slots; pass the slot of each row")
+        return torch.arange(state.slots, device=state.cursor.device), None
+    slots = slots.to(torch.int64)
+    if slots.shape != (inputs.rows,) or bool(((slots < PADDING) | (slots >= state.slots)).any()):
+        raise InvalidValueError(f"slots {slots.tolist()} for {inputs.rows} rows; each must be −1 to {state.slots - 1}")
+    live = slots != PADDING
+    chosen = slots[live]
+    if chosen.unique().numel() != chosen.numel():
+        raise InvalidValueError(f"slots {slots.tolist()} name one slot twice; two rows can't share a state")
+    return (slots, None) if bool(live.all()) else (chosen, live)
+
+
+def _append(state: DecodeState, inputs: TokenInputs, slots: Tensor, row: Tensor) -> None:
+    """Write the tokens of ``inputs`` into the ring from row ``row`` [n] on."""
+    rows = row[:, None] + torch.arange(inputs.tokens, device=row.device)
+    for name, ring in state.ring.items():
+        ring[slots[:, None], rows] = getattr(inputs, name).to(ring.dtype)
+
+
+def _ring_inputs(state: DecodeState, slots: Tensor, fill: int, like: TokenInputs) -> TokenInputs:
+    """The first ``fill`` ring rows as inputs, in the dtypes of ``like``; their queries are gone, and zero."""
+    rows = {name: ring[slots, :fill].to(getattr(like, name).dtype) for name, ring in state.ring.items()}
+    return TokenInputs(q=torch.zeros_like(rows["k"]), **rows)
+
+
+def _ring_window(
+    state: DecodeState, slots: Tensor, inputs: TokenInputs | None = None, row: Tensor | None = None
+) -> Window:
+    """The window of each slot's ring; with ``inputs``, their one token's query stands at ``row``."""
+    rows = {name: ring[slots] for name, ring in state.ring.items()}
+    q = torch.zeros_like(rows["k"])
+    used = state.cursor[slots].long()
+    if inputs is not None and row is not None:
+        q = q.to(inputs.q.dtype)
+        q[torch.arange(len(slots), device=row.device), row] = inputs.q[:, 0]
+        used = row + 1
+    return make_window(state.spec, TokenInputs(q=q, **rows), decay_rate=state.decay_rate, used=used)
+
+
+def _rows(window: Window, chosen: Tensor) -> Window:
+    tensors = {name: t[chosen] for name, t in vars(window).items() if isinstance(t, Tensor)}
+    return replace(window, **tensors)

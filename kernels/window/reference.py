@@ -1,0 +1,149 @@
+"""The window algebra (DESIGN.md §3): from the raw inputs of a window to its read and fold coefficients.
+
+This is all that differs between layer families, and it is small: L × K per head. Everything is written for a
+batch of windows with any leading axes ``*``; heads come before tokens here, [*, H, L, …].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...quant.spec import LayerSpec
+from ..inputs import TokenInputs
+
+L2_NORM_EPS = 1e-6
+"""The epsilon of transformers' and fla's l2norm of queries and keys."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The tokens of a window as the recurrence sees them: normalised, one key per head, log-decays summed.
+
+    ``q``, ``k`` [*, H, L, K]; ``v`` [*, H, L, V]; ``beta`` [*, H, L]; ``from_start`` [*, H, L, 1 or K] is
+    G_t, the log-decay from the checkpoint to token t; ``between`` [*, H, L, L, 1 or K] is G_t − G_j for
+    j ≤ t and −inf above the diagonal. Each G_t − G_j is a sum of its own terms, not a difference of two
+    long sums, so a strong decay inside the window costs later tokens no precision and −inf is allowed.
+    """
+
+    spec: LayerSpec
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    from_start: Tensor
+    between: Tensor
+
+
+@dataclass(frozen=True)
+class ReadTerms:
+    """y = S₀·Θ + Vᵀ·C for each query: ``theta`` [*, H, T, K], ``c`` [*, H, T, L]."""
+
+    theta: Tensor
+    c: Tensor
+
+
+@dataclass(frozen=True)
+class FoldTerms:
+    """S_h = S₀·diag(decay) + (Vᵀ − S₀·Xᵀ)·P with P = Mᵀ·W.
+
+    ``decay`` [*, H, 1 or K]; ``x`` [*, H, L, K], None where the write does not look at the state (Mamba-2);
+    ``p`` [*, H, L, K].
+    """
+
+    decay: Tensor
+    x: Tensor | None
+    p: Tensor
+
+
+def make_window(
+    spec: LayerSpec,
+    inputs: TokenInputs,
+    *,
+    decay_rate: Tensor | None = None,
+    used: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Window:
+    """Prepare the tokens of a batch of windows.
+
+    Args:
+        inputs: tokens with shapes [*, L, heads, …] (one or more leading axes).
+        decay_rate: Mamba-2's A, [H], negative.
+        used: how many rows of each window hold tokens, [*]; the rest is ignored whatever it contains.
+        dtype: of the arithmetic, float32 or float64.
+    """
+    beta = inputs.beta.to(dtype)
+    if inputs.g is not None:
+        g = inputs.g.to(dtype)
+    else:
+        assert decay_rate is not None, "Mamba-2 needs its decay_rate"
+        g = beta * decay_rate.to(dtype)
+    q, k, v = inputs.q.to(dtype), inputs.k.to(dtype), inputs.v.to(dtype)
+    if used is not None:
+        row = torch.arange(beta.shape[-2], device=beta.device)
+        live = (row < used[..., None])[..., None]  # [*, L, 1]
+        beta, v = torch.where(live, beta, 0), torch.where(live[..., None], v, 0)
+        q, k = torch.where(live[..., None], q, 0), torch.where(live[..., None], k, 0)
+        g = torch.where(live if g.dim() == beta.dim() else live[..., None], g, 0)
+    if spec.qk_l2norm:
+        q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + L2_NORM_EPS)
+        k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + L2_NORM_EPS)
+    if spec.query_scale != 1.0:
+        q = q * spec.query_scale
+    if spec.heads != spec.key_heads:
+        repeats = spec.heads // spec.key_heads
+        q, k = q.repeat_interleave(repeats, dim=-2), k.repeat_interleave(repeats, dim=-2)
+    q, k, v = (t.transpose(-3, -2) for t in (q, k, v))
+    beta = beta.transpose(-2, -1)
+    g = g.transpose(-2, -1)[..., None] if g.dim() == beta.dim() else g.transpose(-3, -2)
+    return Window(spec, q, k, v, beta, g.cumsum(-2), _sums_between(g))
+
+
+def _sums_between(g: Tensor) -> Tensor:
+    """Σ g_i over j < i ≤ t as [*, L(t), L(j), D] from g [*, L, D]; −inf where j > t."""
+    length = g.shape[-2]
+    after = torch.ones(length, length, dtype=torch.bool, device=g.device).tril(-1)[..., None]
+    sums = torch.where(after, g[..., :, None, :], 0).cumsum(-3)
+    return torch.where(after.transpose(-3, -2), float("-inf"), sums)
+
+
+def _decayed_dots(left: Tensor, right: Tensor, between: Tensor) -> Tensor:
+    """leftᵗ·diag(e^(G_t−G_j))·right_j as [*, T, L]."""
+    if between.shape[-1] == 1:
+        return (left @ right.transpose(-1, -2)) * between[..., 0].exp()
+    return torch.einsum("...tk,...jk,...tjk->...tj", left, right, between.exp())
+
+
+def _unit_lower(window: Window) -> Tensor:
+    """I + A with A[t, j] = β_t · k_tᵀ·D_tj·k_j below the diagonal. [*, H, L, L]."""
+    a = window.beta[..., None] * _decayed_dots(window.k, window.k, window.between)
+    return a.tril(-1) + torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+
+
+def read_terms(window: Window, row: Tensor | None = None) -> ReadTerms:
+    """Θ and C of every token of the window, or of token ``row`` [*] of each alone (then T = 1)."""
+    q, from_start, between = window.q, window.from_start, window.between
+    if row is not None:
+        index = row[..., None, None, None]
+        q, from_start = (t.take_along_dim(index, dim=-2) for t in (q, from_start))
+        between = between.take_along_dim(index[..., None], dim=-3)
+    c = _decayed_dots(q, window.k, between)
+    theta = from_start.exp() * q
+    if window.spec.rules.delta_rule:
+        c = torch.linalg.solve_triangular(_unit_lower(window), c, upper=False, left=False, unitriangular=True)
+    c = c * window.beta[..., None, :]
+    if window.spec.rules.delta_rule:
+        theta = theta - c @ (window.from_start.exp() * window.k)
+    return ReadTerms(theta, c)
+
+
+def fold_terms(window: Window) -> FoldTerms:
+    """What merges the whole window into its checkpoint."""
+    p = window.between[..., -1, :, :].exp() * window.k
+    x = None
+    if window.spec.rules.delta_rule:
+        x = window.from_start.exp() * window.k
+        p = torch.linalg.solve_triangular(_unit_lower(window).mT, p, upper=True, unitriangular=True)
+    return FoldTerms(window.from_start[..., -1, :].exp(), x, p * window.beta[..., None])

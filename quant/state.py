@@ -1,0 +1,166 @@
+"""What one layer keeps between decode steps, for many sequences: plain tensors in a dataclass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .codec import EncodedState, encode
+from .errors import InvalidValueError, NonFiniteStateError
+from .policy import StatePolicy
+from .rounding import derive_seeds
+from .spec import LayerSpec
+
+PADDING = -1
+"""The slot index of a padded row of a batch: it is neither read nor written."""
+
+
+@dataclass
+class DecodeState:
+    """The recurrent state of one layer for ``slots`` sequences.
+
+    ``checkpoint`` [slots, H, V, K] is the state at the start of each slot's window; ``copy`` its read-only
+    low-precision encoding, or None where outputs read the checkpoint itself. ``ring`` holds the raw inputs
+    since then: ``v`` [slots, L, H, V], ``k`` [slots, L, Hk, K], ``beta`` [slots, L, H] and, but for Mamba-2,
+    ``g`` [slots, L, H] or [slots, L, H, K]. ``cursor`` [slots] counts the tokens in the ring, ``position``
+    [slots] all tokens seen. ``decay_rate`` [H] is Mamba-2's A, a constant of the layer.
+    """
+
+    spec: LayerSpec
+    policy: StatePolicy
+    layer: str
+    checkpoint: EncodedState
+    copy: EncodedState | None
+    ring: dict[str, Tensor]
+    cursor: Tensor
+    position: Tensor
+    decay_rate: Tensor | None = None
+
+    @classmethod
+    def allocate(
+        cls,
+        spec: LayerSpec,
+        policy: StatePolicy,
+        slots: int,
+        *,
+        layer: str = "",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        decay_rate: Tensor | None = None,
+    ) -> DecodeState:
+        """Empty states for ``slots`` sequences; ``dtype`` is that of the ring's keys and values.
+
+        Raises InvalidValueError where Mamba-2 comes without its decay rate.
+        """
+        if spec.rules.gain_sets_decay and decay_rate is None:
+            raise InvalidValueError(f"layer {layer!r}: a {spec.rules.title} state needs decay_rate, A per head")
+        heads, window = spec.heads, policy.window
+        zeros = torch.zeros(slots, heads, spec.value_dim, spec.key_dim, device=device)
+        ring = {
+            "v": torch.zeros(slots, window, heads, spec.value_dim, dtype=dtype, device=device),
+            "k": torch.zeros(slots, window, spec.key_heads, spec.key_dim, dtype=dtype, device=device),
+            "beta": torch.zeros(slots, window, heads, device=device),
+        }
+        if not spec.rules.gain_sets_decay:
+            channels = (spec.key_dim,) if spec.rules.decay == "channel" else ()
+            ring["g"] = torch.zeros(slots, window, heads, *channels, device=device)
+        return cls(
+            spec,
+            policy,
+            layer,
+            checkpoint=encode(zeros, *policy.how(policy.checkpoint)),
+            copy=None if policy.read is None else encode(zeros, *policy.how(policy.read)),
+            ring=ring,
+            cursor=torch.zeros(slots, dtype=torch.int32, device=device),
+            position=torch.zeros(slots, dtype=torch.int64, device=device),
+            decay_rate=None if decay_rate is None else decay_rate.detach().to(device=device, dtype=torch.float32),
+        )
+
+    @property
+    def slots(self) -> int:
+        return self.cursor.shape[0]
+
+    @property
+    def read_source(self) -> EncodedState:
+        """What outputs read: the copy, or the checkpoint where there is none."""
+        return self.checkpoint if self.copy is None else self.copy
+
+    def renew_(self, state: Tensor, slots: Tensor | None = None) -> None:
+        """Make ``state`` [n, H, V, K] float32 the checkpoint of ``slots`` (all by default).
+
+        The copy is encoded from what the checkpoint then holds, and the ring emptied.
+        Raises NonFiniteStateError naming layer, slot and head, before anything is written.
+        """
+        index = torch.arange(self.slots, device=state.device) if slots is None else slots
+        self._check_finite(state, index)
+        policy = self.policy
+        seeds = self.rounding_seeds(self.position[index]) if policy.stochastic else None
+        checkpoint = encode(state, *policy.how(policy.checkpoint), seeds=seeds, check_finite=False)
+        self.checkpoint.write_(index, checkpoint)
+        if self.copy is not None and policy.read is not None:
+            source = state if policy.checkpoint == "fp32" else checkpoint.decode()
+            self.copy.write_(index, encode(source, *policy.how(policy.read), check_finite=False))
+        self.cursor[index] = 0
+
+    def rounding_seeds(self, position: Tensor) -> Tensor:
+        """Seeds [n, H] of stochastic rounding for slots at ``position`` [n]: of policy, layer, position and head."""
+        heads = torch.arange(self.spec.heads, device=position.device)
+        return derive_seeds(self.policy.seed, self.layer, position[:, None], heads)
+
+    def _check_finite(self, state: Tensor, slots: Tensor) -> None:
+        finite = torch.isfinite(state.sum(dim=(-1, -2), dtype=torch.float64))
+        if bool(finite.all()):
+            return
+        row, head = (int(i) for i in (~finite).nonzero()[0])
+        raise NonFiniteStateError(
+            f"the state of layer {self.layer!r}, slot {int(slots[row])}, head {head} holds Inf or NaN after "
+            f"{int(self.position[slots[row]])} tokens; its inputs overflowed or were already not finite"
+        )
+
+    def reset_(self, slots: Tensor | None = None) -> None:
+        """Forget the sequences in ``slots`` (all by default): checkpoint, copy, ring, cursor and position."""
+        index = torch.arange(self.slots, device=self.cursor.device) if slots is None else slots
+        self.position[index] = 0
+        for rows in self.ring.values():
+            rows[index] = 0
+        shape = (len(index), self.spec.heads, self.spec.value_dim, self.spec.key_dim)
+        self.renew_(torch.zeros(shape, device=self.cursor.device), index)
+
+    def select(self, index: Tensor) -> DecodeState:
+        """A new state whose slots are those at ``index`` [n], repeats allowed: beams, or a smaller batch."""
+        return self._map(lambda t: t[index], lambda e: e[index])
+
+    def to(self, device: torch.device | str) -> DecodeState:
+        """The same state on another device."""
+        moved = self._map(lambda t: t.to(device), lambda e: e.to(device))
+        moved.decay_rate = None if self.decay_rate is None else self.decay_rate.to(device)
+        return moved
+
+    def clone(self) -> DecodeState:
+        """An independent state with the same bytes."""
+        return self._map(Tensor.clone, EncodedState.clone)
+
+    def _map(self, tensor, encoded) -> DecodeState:
+        return DecodeState(
+            self.spec,
+            self.policy,
+            self.layer,
+            checkpoint=encoded(self.checkpoint),
+            copy=None if self.copy is None else encoded(self.copy),
+            ring={name: tensor(rows) for name, rows in self.ring.items()},
+            cursor=tensor(self.cursor),
+            position=tensor(self.position),
+            decay_rate=self.decay_rate,
+        )
+
+    def state_bytes(self) -> dict[str, int]:
+        """Bytes that the slots occupy: checkpoint, copy, ring (with cursors) and their total."""
+        ring = sum(t.numel() * t.element_size() for t in (*self.ring.values(), self.cursor, self.position))
+        parts = {
+            "checkpoint": self.checkpoint.nbytes,
+            "copy": 0 if self.copy is None else self.copy.nbytes,
+            "ring": ring,
+        }
+        return parts | {"total": sum(parts.values())}
