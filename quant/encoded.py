@@ -67,6 +67,11 @@ class EncodedState:
         scales = {name.removeprefix("scales."): t for name, t in tensors.items() if name.startswith("scales.")}
         return cls(codes, scales, format, scale_rule, rotation, torch.Size((*codes.shape[:-1], key_dim)))
 
+    def __reduce__(self) -> tuple:
+        # Pickled as bytes: torch cannot unpickle tensors of 8-bit floats outside torch.save.
+        parts = {name: (_as_bytes(t), t.dtype) for name, t in self.tensors().items()}
+        return _unpickle, (parts, self.format, self.scale_rule, self.rotation, self.shape[-1])
+
     def __getitem__(self, index: Any) -> EncodedState:
         """Index the leading axes, as a tensor of that shape; views where torch gives views."""
         index = self._leading(index)
@@ -115,6 +120,10 @@ class EncodedState:
         used = sum(p.dim() if isinstance(p, Tensor) and p.dtype == torch.bool else p is not None for p in rest)
         fill = (slice(None),) * (len(self.shape) - 2 - used)
         return (*parts[: where[0]], *fill, *parts[where[0] + 1 :])
+
+
+def _unpickle(parts: dict[str, tuple[Tensor, torch.dtype]], *rest: Any) -> EncodedState:
+    return EncodedState.from_tensors({name: t.view(dtype) for name, (t, dtype) in parts.items()}, *rest)
 
 
 def _as_bytes(t: Tensor) -> Tensor:

@@ -149,7 +149,9 @@ def parse_arm(name: str, *, window: int = 16, seed: int = 0) -> StatePolicy:
         return StatePolicy(window=1, seed=seed)
     kind, *parts = name.split("-")
     if kind not in ("replay", "coupled", "decoupled"):
-        raise unknown_name("arm", name, [*DEFAULT_ARMS, *(f"{k}-{f}" for k in ("coupled", "decoupled") for f in FORMATS)])
+        raise unknown_name(
+            "arm", name, [*DEFAULT_ARMS, *(f"{k}-{f}" for k in ("coupled", "decoupled") for f in FORMATS)]
+        )
     formats: list[str] = []
     while parts and (fmt := FORMAT_ALIASES.get(parts[0], parts[0])) in FORMATS and len(formats) < 2:
         formats.append(fmt)

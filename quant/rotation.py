@@ -50,8 +50,8 @@ def rotate(x: Tensor, rotation: str | None) -> Tensor:
     parts = blocks(columns, rotation)
     step = max(1, CHUNK // columns) if x.device.type == "cpu" else max(1, rows.shape[0])
     for source, target in zip(rows.split(step), out.split(step), strict=True):
-        # With columns outermost every sum runs over contiguous memory, whatever its distance.
-        y = source.t().contiguous()
+        # A copy, with columns outermost: every sum runs over contiguous memory, whatever its distance.
+        y = source.t().clone(memory_format=torch.contiguous_format)
         for start, size, count in _runs(parts):
             part = y[start : start + size * count]
             target[:, start : start + size * count] = _hadamard(part, size).t()

@@ -6,7 +6,10 @@ from quantize_state.kernels.inputs import TokenInputs
 from quantize_state.quant.spec import LayerSpec
 
 SPECS = {
-    "mamba2": (LayerSpec("mamba2", heads=4, key_heads=2, value_dim=12, key_dim=32), -torch.tensor([0.5, 1.0, 2.0, 8.0])),
+    "mamba2": (
+        LayerSpec("mamba2", heads=4, key_heads=2, value_dim=12, key_dim=32),
+        -torch.tensor([0.5, 1.0, 2.0, 8.0]),
+    ),
     "gdn": (LayerSpec("gdn", heads=4, key_heads=2, value_dim=24, key_dim=32), None),
     "kda": (LayerSpec("kda", heads=2, key_heads=2, value_dim=24, key_dim=32), None),
 }

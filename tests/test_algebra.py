@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from recurrence import SPECS, random_inputs, recurrence
 
 from quantize_state.kernels.fold.reference import fold
 from quantize_state.kernels.inputs import TokenInputs
 from quantize_state.kernels.readout.reference import readout
 from quantize_state.kernels.window.reference import fold_terms, make_window, read_terms
 from quantize_state.quant.spec import LayerSpec
-
-from recurrence import SPECS, random_inputs, recurrence
 
 RESIDUAL = 1e-12  # float64 rounding of a few hundred products of size one
 

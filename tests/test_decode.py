@@ -1,5 +1,7 @@
 """DecodeState advanced by step, scan and prefill: state and output against the float64 recurrence."""
 
+import itertools
+
 import pytest
 import torch
 from recurrence import SPECS, random_inputs, recurrence
@@ -149,7 +151,7 @@ def test_scan_equals_stepping(family, arm):
     stepped, scanned = fresh(family, arm, 2), fresh(family, arm, 2)
     y_step = torch.cat([step(stepped, inputs.slice(t, t + 1)) for t in range(inputs.tokens)], dim=1)
     cuts = [0, 3, 16, 17, 60, 83]
-    y_scan = torch.cat([scan(scanned, inputs.slice(a, b)) for a, b in zip(cuts, cuts[1:], strict=False)], dim=1)
+    y_scan = torch.cat([scan(scanned, inputs.slice(a, b)) for a, b in itertools.pairwise(cuts)], dim=1)
     assert close(y_scan, y_step.double())
     assert torch.equal(stepped.cursor, scanned.cursor) and torch.equal(stepped.position, scanned.position)
     if arm == "reference":  # computed in chunks of 64: the same sums in another order
@@ -191,7 +193,9 @@ def test_prefill_is_exact_and_renews_the_copy(family, arm):
     assert state.cursor.tolist() == [0, 0] and state.position.tolist() == [160, 160]
     if state.copy is not None:
         policy = state.policy
-        assert same_bytes(state.copy, encode(state.checkpoint.decode(), policy.read, policy.scale_rule, policy.rotation))
+        assert same_bytes(
+            state.copy, encode(state.checkpoint.decode(), policy.read, policy.scale_rule, policy.rotation)
+        )
 
 
 @pytest.mark.parametrize("family", SPECS)
