@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from .codec import EncodedState
 from .errors import FileFormatError, InvalidValueError
 from .policy import StatePolicy
@@ -27,7 +29,8 @@ def save_states(states: Mapping[str, DecodeState], path: str | os.PathLike[str])
     from safetensors.torch import save_file
 
     target = Path(path)
-    tensors, layers = {}, {}
+    tensors: dict[str, Tensor] = {}
+    layers: dict[str, Any] = {}
     for name, state in states.items():
         encoded = {"checkpoint": state.checkpoint} | ({} if state.copy is None else {"copy": state.copy})
         for part, value in encoded.items():
@@ -64,9 +67,7 @@ def load_states(path: str | os.PathLike[str], device: str = "cpu") -> dict[str, 
         with safe_open(path, framework="pt", device=device) as file:
             metadata = file.metadata() or {}
             if metadata.get("schema") != SCHEMA:
-                raise FileFormatError(
-                    f"{path} has schema {metadata.get('schema')!r}; this version reads {SCHEMA!r}, as save_states writes it"
-                )
+                raise FileFormatError(f"{path} has schema {metadata.get('schema')!r}; this version reads {SCHEMA!r}")
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
         return {name: _state(name, entry, tensors) for name, entry in json.loads(metadata["layers"]).items()}
     except FileNotFoundError:
