@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,9 +33,14 @@ class TokenInputs:
     def rows(self) -> int:
         return self.v.shape[0]
 
-    def map(self, fn) -> TokenInputs:
+    def map(self, fn: Callable[[Tensor], Tensor]) -> TokenInputs:
         """The same inputs with ``fn`` applied to every tensor."""
-        return TokenInputs(*(None if t is None else fn(t) for t in (self.q, self.k, self.v, self.beta, self.g)))
+        g = None if self.g is None else fn(self.g)
+        return TokenInputs(fn(self.q), fn(self.k), fn(self.v), fn(self.beta), g)
+
+    def rows_at(self, index: Tensor) -> TokenInputs:
+        """Rows at ``index``, row numbers or a mask."""
+        return self.map(lambda t: t[index])
 
     def slice(self, start: int, stop: int) -> TokenInputs:
         """Tokens ``start`` to ``stop`` (exclusive)."""

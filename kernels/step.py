@@ -8,6 +8,7 @@ whose output is zero and which changes nothing. Without ``slots``, row b is slot
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ def step(state: DecodeState, inputs: TokenInputs, slots: Tensor | None = None) -
         raise InvalidValueError(f"step takes one token per row and was given {inputs.tokens}; use scan or prefill")
     slots, live = _live_rows(state, inputs, slots)
     y = inputs.v.new_zeros(inputs.rows, state.spec.heads, state.spec.value_dim, dtype=torch.float32)
-    inputs = inputs if live is None else inputs.map(lambda t: t[live])
+    inputs = inputs if live is None else inputs.rows_at(live)
     row = state.cursor[slots].long()
     _append(state, inputs, slots, row)
     state.position[slots] += 1
@@ -76,7 +77,7 @@ def scan(state: DecodeState, inputs: TokenInputs, slots: Tensor | None = None) -
     for fill in cursor.unique().tolist():  # rows whose windows end at the same token go together
         together = cursor == fill
         chosen = rows[together]
-        y[chosen] = _scan_aligned(state, inputs.map(lambda t, c=chosen: t[c]), slots[together], fill)
+        y[chosen] = _scan_aligned(state, inputs.rows_at(chosen), slots[together], fill)
     return y
 
 
@@ -106,7 +107,7 @@ def prefill(state: DecodeState, inputs: TokenInputs, slots: Tensor | None = None
     slots, live = _live_rows(state, inputs, slots)
     shape = (inputs.rows, inputs.tokens, state.spec.heads, state.spec.value_dim)
     y = inputs.v.new_zeros(shape, dtype=torch.float32)
-    inputs = inputs if live is None else inputs.map(lambda t: t[live])
+    inputs = inputs if live is None else inputs.rows_at(live)
     exact = DecodeState.allocate(
         state.spec,
         replace(state.policy, checkpoint="fp32", read=None, stochastic=False, window=PREFILL_CHUNK),
@@ -180,5 +181,6 @@ def _ring_window(
 
 
 def _rows(window: Window, chosen: Tensor) -> Window:
-    tensors = {name: t[chosen] for name, t in vars(window).items() if isinstance(t, Tensor)}
+    """The windows of the chosen rows."""
+    tensors: dict[str, Any] = {name: t[chosen] for name, t in vars(window).items() if isinstance(t, Tensor)}
     return replace(window, **tensors)

@@ -512,3 +512,26 @@ def test_a_cached_state_is_what_travels(model):
         _, cache = run(model, IDS)
         held = [cache.layers[layer.module.layer_idx].recurrent_states[0] for layer in find_layers(model)]
         assert all(isinstance(state, CachedState) for state in held)
+
+
+@pytest.mark.parametrize("name", [name for name in ("nemotron_h", "zamba2", "qwen3_next") if name in TINY_MODELS])
+def test_under_teacher_forcing_the_untouched_model_has_no_limits_on_delta(name):
+    """It is the noise floor of an evaluation, and decode, which is evaluated, has none."""
+    model = build(name)
+    with attach(model, "reference", teacher_forced=True) as handle:
+        expected, expected_cache = run(model, IDS)
+        expected_states = {i: state.tensor() for i, state in states_of(expected_cache).items()}
+        handle.use(None)
+        forced, cache = run(model, IDS)
+    close(forced, expected)
+    for layer, state in expected_states.items():
+        close(states(cache)[layer], state)
+    prompt, _ = run(model, IDS)
+    limited = name != "qwen3_next"
+    assert bool((forced - prompt).norm() / prompt.norm() > 1e-3) == limited
+
+
+def states_of(cache):
+    """The CachedStates that a cache holds, by layer number."""
+    held = {i: getattr(layer, "recurrent_states", None) for i, layer in enumerate(cache.layers)}
+    return {i: s[0] for i, s in held.items() if s is not None and isinstance(s[0], CachedState)}

@@ -8,7 +8,7 @@ that can look everything up in a KV cache leaves its state unused, and would mak
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ DT_RANGE = (0.0003, 0.3)
 
 def build_config(name: str) -> PreTrainedConfig:
     """The Hugging Face config of an embedded model. Imports lazily: Kimi-Linear needs a recent transformers."""
-    common = {
+    common: dict[str, Any] = {
         "vocab_size": 256,
         "hidden_size": HIDDEN,
         "max_position_embeddings": MAX_POSITIONS,
@@ -124,7 +124,7 @@ def initialise(model: nn.Module) -> None:
             initialise_decay(module)
 
 
-def initialise_decay(module: nn.Module) -> None:
+def initialise_decay(module: Any) -> None:
     """Spread decay rates from a few tokens to a few thousand over the heads (for KDA: channels) of a layer."""
     heads = module.A_log.numel()
     channels = module.dt_bias.numel() // heads  # 1 for Mamba-2 and GDN, the key dimension for KDA

@@ -18,6 +18,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,13 +41,8 @@ class Corpus:
     documents: dict[str, int]
 
     def save(self, path: Path) -> None:
-        np.savez(
-            path,
-            prose=self.prose,
-            source=self.source,
-            heldout=self.heldout,
-            **{f"documents_{kind}": np.array(count) for kind, count in self.documents.items()},
-        )
+        counts: dict[str, Any] = {f"documents_{kind}": np.array(count) for kind, count in self.documents.items()}
+        np.savez(path, prose=self.prose, source=self.source, heldout=self.heldout, **counts)
 
     @classmethod
     def load(cls, path: Path) -> Corpus:

@@ -85,7 +85,8 @@ def fast_kernels(family: str) -> Iterator[tuple[ChunkFunction, dict[str, float]]
     Gives the chunk function in use and its errors against torch. A kernel that fails or disagrees on this
     machine is not used: training is then slower, not wrong.
     """
-    function, errors = torch_chunk_function(family), {}
+    function = torch_chunk_function(family)
+    errors: dict[str, float] = {}
     if not fast_available():
         yield function, errors
         return

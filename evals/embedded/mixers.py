@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 ChunkFunction = Callable[..., Any]
@@ -48,11 +49,20 @@ def replaced(family: str, function: ChunkFunction, name: str | None = None) -> I
         setattr(module, name, original)
 
 
-def short_chunks(function: ChunkFunction, size: int = 16) -> ChunkFunction:
-    """The same function with a smaller internal chunk.
+@contextmanager
+def silenced_attention(model: nn.Module) -> Iterator[None]:
+    """Let every attention layer of a model contribute nothing inside the context."""
+    layers = [module for module in model.modules() if getattr(module, "is_causal", False)]
+    handles = [layer.register_forward_hook(lambda _, __, out: (out[0] * 0, *out[1:])) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
-    The result is the same; KDA's torch version, whose memory grows with the chunk, becomes usable on a CPU.
-    """
+
+def with_chunk(function: ChunkFunction, size: int) -> ChunkFunction:
+    """The same function with another internal chunk size, which changes its cost and not its result."""
     parameter = list(inspect.signature(function).parameters).index("chunk_size")
 
     def run(*args: Any, **kwargs: Any) -> Any:

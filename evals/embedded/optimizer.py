@@ -7,6 +7,7 @@ this scale it reaches a given loss in clearly fewer tokens than AdamW.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -40,7 +41,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__([{"params": group} for group in shapes.values()], {"lr": 0.0, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             parameters, momentum = group["params"], group["momentum"]
             gradients = torch.stack([parameter.grad for parameter in parameters])
@@ -55,7 +56,8 @@ class Muon(torch.optim.Optimizer):
 
 def build_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     """Split the parameters. Narrow matrices (gates with one row per head) are vectors in spirit: AdamW."""
-    matrices, others = [], []
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         hidden = parameter.ndim == 2 and min(parameter.shape) >= 16 and ".layers." in name
         (matrices if hidden else others).append(parameter)

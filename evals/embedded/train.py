@@ -100,7 +100,7 @@ def rate_factor(progress: float, recipe: Recipe) -> float:
     return min(1.0, progress / recipe.warmup, (1 - progress) / (1 - recipe.decay_from))
 
 
-def save(model: nn.Module, directory: Path, record: dict[str, Any]) -> Any:
+def save(model: Any, directory: Path, record: dict[str, Any]) -> Any:
     """Write a Hugging Face directory with BF16 weights; gives back the rounded model."""
     rounded = copy.deepcopy(model).to(torch.bfloat16)
     rounded.config.dtype = torch.bfloat16
@@ -115,7 +115,8 @@ def train(name: str, corpus: Corpus, recipe: Recipe, out: Path, ends: float, ste
     began = time.monotonic()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     family = EMBEDDED[name].family
-    model: Any = build_model(name, recipe.seed).to(device).train()
+    model: Any = build_model(name, recipe.seed)
+    model.to(device).train()
     drop_attention(model, recipe.attention_off)
     optimizers = build_optimizers(model)
     batches = Batches(corpus, recipe)

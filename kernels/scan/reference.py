@@ -61,7 +61,12 @@ def _piece(
     rounds = state.policy.checkpoint != "fp32"
     ends = torch.empty_like(starts[1:]) if rounds else starts[1:]
     for i in range(windows):
-        fold(starts[i], FoldTerms(folds.decay[i], None if folds.x is None else folds.x[i], folds.p[i]), window.v[i], ends[i])
+        fold(
+            starts[i],
+            FoldTerms(folds.decay[i], None if folds.x is None else folds.x[i], folds.p[i]),
+            window.v[i],
+            ends[i],
+        )
         if rounds:
             starts[i + 1] = _rounded(state, ends[i], position + (i + 1) * length)
     state.position[slots] = position + inputs.tokens

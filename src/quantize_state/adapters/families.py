@@ -6,8 +6,8 @@ running layer do the recurrence, and adds what the function itself would have ad
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch.nn.functional as F
@@ -50,6 +50,8 @@ class HFFamily:
     transposed: bool
     """transformers keeps states as [B, H, K, V]; ours are [B, H, V, K]."""
     optional: frozenset[str] = frozenset()
+    as_decoding: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chunk function, where a layer passes them, that make it compute what decode computes."""
 
     @property
     def required(self) -> set[str]:
@@ -175,6 +177,7 @@ HF_FAMILIES = (
         },
         transposed=False,
         optional=frozenset({"mamba2_split_conv1d_scan_combined"}),
+        as_decoding={"dt_limit": (0.0, float("inf"))},
     ),
     HFFamily(
         "gdn",

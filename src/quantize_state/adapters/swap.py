@@ -46,7 +46,7 @@ def swap_in(namespace: dict[str, Any], family: HFFamily) -> None:
             originals = {name: namespace[name] for name in family.functions if name in namespace}
             _swaps[key] = (originals, [])
             for name, original in originals.items():
-                namespace[name] = _replacement(name, original, family.functions[name])
+                namespace[name] = _replacement(name, original, family)
         _swaps[key][1].append(None)
 
 
@@ -60,7 +60,9 @@ def swap_out(namespace: dict[str, Any], family: HFFamily) -> None:
             del _swaps[id(namespace), family.name]
 
 
-def _replacement(name: str, original: Callable[..., Any], mapping: Callable[..., Any]) -> Callable[..., Any]:
+def _replacement(name: str, original: Callable[..., Any], family: HFFamily) -> Callable[..., Any]:
+    mapping = family.functions[name]
+
     def call(*args: Any, **kwargs: Any) -> Any:
         layer = running.layer
         running.calls += 1
@@ -68,6 +70,8 @@ def _replacement(name: str, original: Callable[..., Any], mapping: Callable[...,
             return mapping(layer, *args, **kwargs)
         state = next((given for given in (*args, *kwargs.values()) if type(given) is CachedState), None)
         if state is None:
+            if layer is not None and layer.decoding:
+                kwargs |= {key: value for key, value in family.as_decoding.items() if key in kwargs}
             return original(*args, **kwargs)
         if layer is not None:
             return mapping(layer, *args, **kwargs)

@@ -1,0 +1,98 @@
+"""Errors of layers against exact ones: outputs by position, states at sampled positions."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..quant.errors import InvalidValueError
+from .bootstrap import Floats
+from .buckets import doubling_edges
+from .growth import fit_exponent
+from .result import ErrorBucket, ErrorPoint, Exponents, Layer
+
+
+class LayerErrorMeter:
+    """Accumulates relative errors of one arm's layers: outputs by position bucket, states at sampled positions."""
+
+    def __init__(self, first_bucket: int = 16, *, window: int = 16) -> None:
+        self._first_bucket, self._window = first_bucket, window
+        self._output: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        self._state: dict[str, dict[int, Tensor]] = defaultdict(dict)
+        self._stop = 0
+
+    def update_output(self, layer: str, position_start: int, y_arm: Tensor, y_exact: Tensor) -> None:
+        """Add outputs [B, T, H, V] whose first token is at ``position_start``."""
+        length = y_arm.shape[1]
+        squares = _squares(y_arm, y_exact, keep=1)
+        self._stop = max(self._stop, position_start + length)
+        for low, high in doubling_edges(position_start + length, self._first_bucket):
+            first, last = max(low, position_start) - position_start, min(high, position_start + length) - position_start
+            if first < last:
+                _add(self._output[layer], low, squares[:, first:last].sum(dim=1))
+
+    def update_state(self, layer: str, position: int, S_arm: Tensor, S_exact: Tensor) -> None:
+        """Add states [B, H, V, K] as they are after the token at ``position``."""
+        _add(self._state[layer], position, _squares(S_arm, S_exact, keep=None))
+
+    def result(self, families: Mapping[str, str], policies: Mapping[str, str]) -> list[Layer]:
+        """One Layer per layer updated, in that order; ``families`` and ``policies`` name each layer's."""
+        ends = dict(doubling_edges(self._stop, self._first_bucket))
+        layers = []
+        for name in dict.fromkeys([*self._output, *self._state]):
+            output = {low: _numbers(s) for low, s in sorted(self._output.get(name, {}).items())}
+            state = {at: _numbers(s) for at, s in sorted(self._state.get(name, {}).items())}
+            outputs = [ErrorBucket(low, ends[low], _relative(s)) for low, s in output.items()]
+            states = [ErrorPoint(at, _relative(s)) for at, s in state.items()]
+            exponents = Exponents(
+                state=fit_exponent([(p.position, p.error) for p in states if p.position >= self._window]),
+                output=fit_exponent([(b.middle, b.error) for b in outputs if b.start >= self._window]),
+            )
+            total = np.sum(list(output.values()), axis=0) if output else None
+            layers.append(
+                Layer(
+                    name=name,
+                    family=families.get(name, "unknown"),
+                    policy=policies.get(name, "unknown"),
+                    output_error=None if total is None else _relative(total),
+                    state_error=states[-1].error if states else None,
+                    output_error_by_position=outputs,
+                    state_error_by_position=states,
+                    exponents=exponents,
+                )
+            )
+        return layers
+
+
+def _squares(arm: Tensor, exact: Tensor, keep: int | None) -> Tensor:
+    """Sums of squared error and of squared exact values, over all axes but ``keep``; [2, …] in float64."""
+    if arm.shape != exact.shape:
+        raise InvalidValueError(f"shapes differ: arm {tuple(arm.shape)}, exact {tuple(exact.shape)}")
+    exact = exact.double()
+    both = ((arm.double() - exact).square(), exact.square())
+    if keep is None:
+        return torch.stack([x.sum() for x in both])
+    axes = [i for i in range(arm.dim()) if i != keep]
+    return torch.stack([x.sum(dim=axes) for x in both])
+
+
+def _add(sums: dict[int, Tensor], key: int, value: Tensor) -> None:
+    sums[key] = value if key not in sums else sums[key] + value
+
+
+def _numbers(sums: Tensor) -> Floats:
+    return sums.detach().cpu().numpy().astype(np.float64)
+
+
+def _relative(sums: Floats) -> float | None:
+    """Square root of error over norm; None where the exact value is zero and the error is not, or either overflows."""
+    error, norm = (float(x) for x in sums)
+    if error == 0:
+        return 0.0
+    ratio = math.sqrt(error / norm) if norm > 0 else math.inf
+    return ratio if math.isfinite(ratio) else None

@@ -1,0 +1,87 @@
+"""Loading the model under evaluation: an embedded one, a local directory, or a hub id."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..quant.errors import InvalidValueError, QuantizeStateError, unknown_name
+from .embedded import EMBEDDED, embedded_path
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model with its tokenizer and what identifies its weights: the SHA-256 over the weight files."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+    sha256: str
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device for ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. Raises InvalidValueError where it is not there."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        raise InvalidValueError(f"device {device!r} is none that torch knows; use auto, cpu, cuda or cuda:N") from None
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise InvalidValueError(f"device {device!r} is not there: torch sees {torch.cuda.device_count()} CUDA devices")
+    return chosen
+
+
+def load_model(name: str, *, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False) -> LoadedModel:
+    """Load ``name`` for inference. Raises InvalidValueError where there is no such model, or it can't be loaded."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = resolve_device(device)
+    source = _resolve_source(name)
+    kind: Any = DTYPES[dtype] if dtype != "auto" else (torch.float32 if where.type == "cpu" else "auto")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=kind, trust_remote_code=trust_remote_code)
+    except QuantizeStateError:
+        raise
+    except Exception as error:  # transformers raises many kinds; all mean that this name gives no model
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InvalidValueError(f"can't load the model {name!r} from {source}: {reason}") from error
+    model.to(where).eval().requires_grad_(False)
+    return LoadedModel(name, model, tokenizer, weights_sha256(model, source))
+
+
+def _resolve_source(name: str) -> str:
+    if name in EMBEDDED:
+        return str(embedded_path(name))
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InvalidValueError(f"{name} is no model directory: it has no config.json")
+        return name
+    if path.exists():
+        raise InvalidValueError(f"{name} is a file; MODEL is an embedded name, a model directory or a hub id")
+    if name.count("/") == 1 and not name.startswith((".", "/")):
+        return name  # a hub id, where the network allows
+    raise unknown_name("model", name, EMBEDDED)
+
+
+def weights_sha256(model: Any, source: str | None = None) -> str:
+    """Over the weight files in the directory ``source``, in order of their names, or over the tensors themselves."""
+    digest = hashlib.sha256()
+    files = sorted(Path(source).glob("*.safetensors")) if source is not None else []
+    for file in files:
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    if not files:
+        for key, value in sorted(model.state_dict().items()):
+            digest.update(key.encode())
+            digest.update(value.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
