@@ -1,0 +1,47 @@
+"""The ``quantize-state`` command: one module per subcommand, loaded when it is needed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+
+from .. import __version__
+from ..quant.errors import QuantizeStateError
+
+COMMANDS = ("eval", "generate", "report", "ls", "doctor", "compile")
+"""Each is a module here with ``add_parser(subparsers)`` and ``run(args) -> exit code``."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser with every subcommand; importing a subcommand's module imports neither torch nor transformers."""
+    parser = argparse.ArgumentParser(
+        prog="quantize-state",
+        description="Is a low-precision recurrent state safe for your hybrid model, and what does it buy?",
+    )
+    parser.add_argument("--version", action="version", version=f"quantize-state {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        module = importlib.import_module(f".{name}", __name__)
+        module.add_parser(subparsers)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command line. Exit codes: 0 done, 1 a check failed, 2 an error that the message explains."""
+    # Threads of torch's matrix products that wait by spinning slow a busy machine down many times over.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    try:
+        return int(args.run(args) or 0)
+    except QuantizeStateError as error:
+        print(f"quantize-state {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"quantize-state {args.command}: interrupted; what was finished is kept", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

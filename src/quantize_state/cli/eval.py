@@ -1,0 +1,108 @@
+"""``quantize-state eval``: the main job. KL of every arm against FP32, and a report."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from ._options import add_model_options, quiet_transformers
+
+
+def add_parser(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "eval",
+        help="measure what low-precision states do to a model",
+        description="Teacher-force a model with each arm's state beside FP32, and report the KL divergence.",
+    )
+    add_model_options(parser)
+    parser.add_argument("--arms", metavar="ARM,…", help="comma-separated arms (default: see `quantize-state ls`)")
+    parser.add_argument("--recipe", metavar="FILE", help="add an arm: a YAML recipe with a policy per layer")
+    parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="tokens per sequence (default: 4096)")
+    parser.add_argument("--sequences", type=int, default=1, metavar="N", help="sequences, run as a batch (default: 1)")
+    parser.add_argument(
+        "--text", default="pydoc", metavar="SOURCE", help="pydoc, stdlib or a UTF-8 file (default: pydoc, held out)"
+    )
+    parser.add_argument(
+        "--generate",
+        type=int,
+        default=0,
+        metavar="N",
+        help="the published protocol: FP32 generates N tokens after a prompt, and every arm is forced on them",
+    )
+    parser.add_argument("--window", type=int, default=16, metavar="L", help="tokens per flush (default: 16)")
+    parser.add_argument(
+        "--engine",
+        choices=("scan", "step"),
+        default="scan",
+        help="scan: whole windows at once; step: token by token, as decode",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the text spans, sampling, rounding and bootstrap (default: 0)"
+    )
+    parser.add_argument("--out", metavar="DIR", help="where results go (default: runs/TIME-MODEL)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from ..quant.errors import InvalidValueError
+    from ..quant.policy import DEFAULT_ARMS, parse_arm
+    from ..quant.recipe import Recipe
+
+    if args.arms is not None and not args.arms.strip(", "):
+        raise InvalidValueError("--arms names no arm; see `quantize-state ls`")
+    names = DEFAULT_ARMS if args.arms is None else tuple(name.strip() for name in args.arms.split(",") if name.strip())
+    for name in names:
+        parse_arm(name)  # a misspelt arm should not cost the time that torch takes to load a model
+    arms: dict[str, Any] = {name: name for name in names}
+    if args.recipe:
+        arms[f"recipe:{Path(args.recipe).stem}"] = Recipe.from_yaml(args.recipe)
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from ..evals.evaluate import evaluate
+    from ..evals.report import write_reports
+    from ..evals.rundir import fresh_folder
+    from ..evals.table import print_table
+
+    quiet_transformers()
+    errors = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn(),
+        console=errors, disable=not errors.is_terminal,
+    )  # fmt: skip
+    tasks: dict[str, Any] = {}
+    out = Path(args.out) if args.out is not None else fresh_folder(args.model)
+
+    def show(what: str, done: int, total: int) -> None:
+        if what not in tasks:
+            tasks[what] = bar.add_task(what, total=total)
+        bar.update(tasks[what], completed=done)
+
+    with bar:
+        result = evaluate(
+            args.model,
+            arms,
+            text=args.text,
+            tokens=args.tokens,
+            sequences=args.sequences,
+            generate=args.generate,
+            window=args.window,
+            engine=args.engine,
+            seed=args.seed,
+            device=args.device,
+            dtype=args.dtype,
+            trust_remote_code=args.trust_remote_code,
+            out=out,
+            progress=show,
+        )
+    stored = out / "result.json"
+    reports = write_reports(result, out)
+    if args.json:
+        print(stored.read_text(encoding="utf-8"), end="")
+    else:
+        print_table(result)
+        print("", stored, *reports, sep="\n")
+    return 0
