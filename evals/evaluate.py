@@ -8,7 +8,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -100,11 +100,14 @@ def evaluate(
         "version": provenance.version("quantize-state"),
     }
     run = None if out is None else RunDirectory(out, configuration)
-    with attach(loaded.model, "reference") as handle, run if run is not None else nullcontext():
-        if run is not None and run.finished is not None and set(policies) <= {arm.name for arm in run.finished.arms}:
-            return run.finished
+    with ExitStack() as stack:
+        handle = stack.enter_context(attach(loaded.model, "reference"))
         for policy in policies.values():  # recipes name layers: all must be there before hours are spent
             handle.use(policy)
+        if run is not None:
+            stack.enter_context(run)
+            if run.finished is not None and set(policies) <= {arm.name for arm in run.finished.arms}:
+                return run.finished
         prompt = GENERATION_PROMPT - 1 if generate else 0
         if generate:
             ids = _generated(loaded.model, handle, ids, generate, seed, run, progress)

@@ -78,13 +78,11 @@ def test_an_interrupted_run_resumes_at_the_arm_where_it_stopped(loaded, tmp_path
 
 
 def test_stepping_tells_the_same_story_as_the_scan(loaded):
-    scanned, stepped = (
-        evaluate(loaded, ["decoupled-nvfp4", "coupled-fp8"], tokens=96, engine=engine).arms
-        for engine in ("scan", "step")
-    )
+    """Over two windows: there a code that FP32 rounding flips has not yet spread through the layers above it."""
+    arms = ["decoupled-nvfp4", "coupled-nvfp4-w16"]
+    scanned, stepped = (evaluate(loaded, arms, tokens=32, engine=engine).arms for engine in ("scan", "step"))
     for scan, step in zip(scanned, stepped, strict=True):
-        # FP32 rounding moves an input by 1e-7, and now and then a state across a rounding boundary of its format.
-        assert scan.kl.mean == pytest.approx(step.kl.mean, rel=0.05)
+        assert scan.kl.mean == pytest.approx(step.kl.mean, rel=0.02)
 
 
 def test_tokens_that_the_reference_generated(loaded, tmp_path):

@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         parse_arm(name)  # a misspelt arm should not cost the time that torch takes to load a model
     arms: dict[str, Any] = {name: name for name in names}
     if args.recipe:
-        arms[f"recipe:{Path(args.recipe).stem}"] = Recipe.from_yaml(args.recipe)
+        arms[f"recipe:{Path(args.recipe).stem}"] = Recipe.from_yaml(Path(args.recipe))
 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from ._options import add_model_options, quiet_transformers
 
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidValueError(f"--max-new-tokens is {args.max_new_tokens}; it must be 1 or more")
     if args.temperature < 0:
         raise InvalidValueError(f"--temperature is {args.temperature}; it must be 0 or more")
-    policy = Recipe.from_yaml(args.recipe) if args.recipe else parse_arm(args.policy, seed=args.seed)
+    policy = Recipe.from_yaml(Path(args.recipe)) if args.recipe else parse_arm(args.policy, seed=args.seed)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt:
         raise InvalidValueError("the prompt is empty")
