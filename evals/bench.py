@@ -10,24 +10,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from ..adapters import attach
 from ..quant.errors import InvalidValueError, QuantizeStateError
-from ..quant.policy import parse_arm
-from . import provenance
-from .models import load_model
-from .rollout import Rollout, chunks
-from .text import load_text, tokenise
 
 
 def scan_against_step(model: str, tokens: int, arm: str, step_tokens: int | None = None) -> dict[str, Any]:
     """Seconds per token of both engines over held-out text, and their ratio. Raises QuantizeStateError."""
+    import torch
+
+    from ..adapters import attach
+    from ..quant.policy import parse_arm
+    from . import provenance
+    from .models import load_model
+    from .rollout import Rollout, chunks
+    from .text import load_text, tokenise
+
     step_tokens = tokens if step_tokens is None else step_tokens
     if not 1 <= step_tokens <= tokens:
         raise InvalidValueError(f"--step-tokens is {step_tokens}; it must be 1 to --tokens, {tokens}")
@@ -71,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arm", default="decoupled-nvfp4")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(arguments)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does, before torch loads
     try:
         found = scan_against_step(args.model, args.tokens, args.arm, args.step_tokens)
     except QuantizeStateError as error:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..adapters import cache_argument
 
-CHUNK = 512
+CHUNK = 1024
 """Tokens per forward call of the scan engine. Memory is bounded by this, not by the length of the text."""
 
 

@@ -12,7 +12,7 @@ from ..inputs import TokenInputs
 from ..readout.reference import readout
 from ..window.reference import FoldTerms, ReadTerms, Window, fold_terms, make_window, read_terms
 
-PIECE_TOKENS = 512
+PIECE_TOKENS = 1024
 PIECE_ELEMENTS = 1 << 20
 """Bounds of what is held at once: tokens whose coefficients, and state elements whose window starts, are kept."""
 

@@ -23,9 +23,10 @@ class Window:
     """The tokens of a window as the recurrence sees them: normalised, one key per head, log-decays summed.
 
     ``q``, ``k`` [*, H, L, K]; ``v`` [*, H, L, V]; ``beta`` [*, H, L]; ``from_start`` [*, H, L, 1 or K] is
-    G_t, the log-decay from the checkpoint to token t; ``between`` [*, H, L, L, 1 or K] is G_t − G_j for
-    j ≤ t and −inf above the diagonal. Each G_t − G_j is a sum of its own terms, not a difference of two
+    e^{G_t}, the decay from the checkpoint to token t; ``between`` [*, H, L, L, 1 or K] is e^{G_t − G_j} for
+    j ≤ t and zero above the diagonal. Each G_t − G_j is a sum of its own terms, not a difference of two
     long sums, so a strong decay inside the window costs later tokens no precision and −inf is allowed.
+    ``unit_lower`` [*, H, L, L] is I + A with A[t, j] = β_t·k_tᵀ·D_tj·k_j below the diagonal; None for Mamba-2.
     """
 
     spec: LayerSpec
@@ -35,6 +36,7 @@ class Window:
     beta: Tensor
     from_start: Tensor
     between: Tensor
+    unit_lower: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,12 @@ def make_window(
     q, k, v = (t.transpose(-3, -2) for t in (q, k, v))
     beta = beta.transpose(-2, -1)
     g = g.transpose(-2, -1)[..., None] if g.dim() == beta.dim() else g.transpose(-3, -2)
-    return Window(spec, q, k, v, beta, g.cumsum(-2), _sums_between(g))
+    between = _sums_between(g).exp_()
+    unit_lower = None
+    if spec.rules.delta_rule:
+        a = beta[..., None] * _decayed_dots(k, k, between)
+        unit_lower = a.tril_(-1).add_(torch.eye(a.shape[-1], dtype=dtype, device=a.device))
+    return Window(spec, q, k, v, beta, g.cumsum(-2).exp_(), between, unit_lower)
 
 
 def _sums_between(g: Tensor) -> Tensor:
@@ -110,16 +117,10 @@ def _sums_between(g: Tensor) -> Tensor:
 
 
 def _decayed_dots(left: Tensor, right: Tensor, between: Tensor) -> Tensor:
-    """leftᵗ·diag(e^(G_t−G_j))·right_j as [*, T, L]."""
+    """left_tᵀ·diag(e^{G_t−G_j})·right_j as [*, T, L]."""
     if between.shape[-1] == 1:
-        return (left @ right.transpose(-1, -2)) * between[..., 0].exp()
-    return torch.einsum("...tk,...jk,...tjk->...tj", left, right, between.exp())
-
-
-def _unit_lower(window: Window) -> Tensor:
-    """I + A with A[t, j] = β_t · k_tᵀ·D_tj·k_j below the diagonal. [*, H, L, L]."""
-    a = window.beta[..., None] * _decayed_dots(window.k, window.k, window.between)
-    return a.tril(-1) + torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+        return (left @ right.mT) * between[..., 0]
+    return torch.einsum("...tk,...jk,...tjk->...tj", left, right, between)
 
 
 def read_terms(window: Window, row: Tensor | None = None) -> ReadTerms:
@@ -130,20 +131,19 @@ def read_terms(window: Window, row: Tensor | None = None) -> ReadTerms:
         q, from_start = (t.take_along_dim(index, dim=-2) for t in (q, from_start))
         between = between.take_along_dim(index[..., None], dim=-3)
     c = _decayed_dots(q, window.k, between)
-    theta = from_start.exp() * q
-    if window.spec.rules.delta_rule:
-        c = torch.linalg.solve_triangular(_unit_lower(window), c, upper=False, left=False, unitriangular=True)
+    theta = from_start * q
+    if window.unit_lower is None:
+        return ReadTerms(theta, c * window.beta[..., None, :])
+    c = torch.linalg.solve_triangular(window.unit_lower, c, upper=False, left=False, unitriangular=True)
     c = c * window.beta[..., None, :]
-    if window.spec.rules.delta_rule:
-        theta = theta - c @ (window.from_start.exp() * window.k)
-    return ReadTerms(theta, c)
+    return ReadTerms(theta - c @ (window.from_start * window.k), c)
 
 
 def fold_terms(window: Window) -> FoldTerms:
     """What merges the whole window into its checkpoint."""
-    p = window.between[..., -1, :, :].exp() * window.k
+    p = window.between[..., -1, :, :] * window.k
     x = None
-    if window.spec.rules.delta_rule:
-        x = window.from_start.exp() * window.k
-        p = torch.linalg.solve_triangular(_unit_lower(window).mT, p, upper=True, unitriangular=True)
-    return FoldTerms(window.from_start[..., -1, :].exp(), x, p * window.beta[..., None])
+    if window.unit_lower is not None:
+        x = window.from_start * window.k
+        p = torch.linalg.solve_triangular(window.unit_lower.mT, p, upper=True, unitriangular=True)
+    return FoldTerms(window.from_start[..., -1, :], x, p * window.beta[..., None])
