@@ -52,12 +52,14 @@ def run(args: argparse.Namespace) -> int:
     sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
     torch.manual_seed(args.seed)
     with attach(loaded.model, policy) as handle:
-        loaded.model.generate(
+        generated = loaded.model.generate(
             **inputs,
             **sampling,
             max_new_tokens=args.max_new_tokens,
             streamer=TextStreamer(loaded.tokenizer, skip_prompt=False),
+            return_dict_in_generate=True,  # which keeps the cache alive, and with it the states
         )
         resident = handle.state_bytes()["total"]
-    print(f"[{args.recipe or args.policy}: {resident / 1024:.0f} KiB of state]", file=sys.stderr)
+        del generated
+    print(f"{args.recipe or args.policy}: {resident / 1024:.0f} KiB of state, ring included", file=sys.stderr)
     return 0
