@@ -224,6 +224,8 @@ def test_reset_forgets_everything_of_a_slot():
     slot = torch.tensor([1])
     assert torch.equal(scan(used, inputs, slot), scan(new, inputs, slot))
     assert same_bytes(used.checkpoint[slot], new.checkpoint[slot])
+    used.reset_(slot)
+    assert all((ring[1] == 0).all() for ring in used.ring.values()) and used.position[1] == 0
     others = torch.tensor([0, 2])
     assert same_bytes(used.checkpoint[others], kept.checkpoint[others])
 
@@ -248,6 +250,26 @@ def test_bad_slots(rows, slots):
     state = fresh("gdn", "decoupled-nvfp4", 3)
     with pytest.raises(InvalidValueError, match="slot"):
         step(state, inputs_for("gdn", rows, 1), None if slots is None else torch.tensor(slots))
+
+
+def test_scan_reads_the_copy_as_it_is():
+    """Until the first flush; also a copy that is not the checkpoint's, as the isolation test makes it."""
+    scanned, stepped = fresh("gdn", "decoupled-fp8-w8", 2), fresh("gdn", "decoupled-fp8-w8", 2)
+    inputs = inputs_for("gdn", 2, 21)
+    for state in (scanned, stepped):
+        scan(state, inputs_for("gdn", 2, 8, seed=1))
+        state.copy.codes.view(torch.uint8).copy_(state.copy.codes.view(torch.uint8).flip(-1))
+    y = torch.cat([step(stepped, inputs.slice(t, t + 1)) for t in range(inputs.tokens)], dim=1)
+    assert close(scan(scanned, inputs), y.double())
+
+
+def test_every_rounding_has_a_seed_of_its_own():
+    """Noise that repeats, from token to token or from head to head, would not average out."""
+    state = fresh("gdn", "coupled-int8-sr", 2)
+    seeds = state.rounding_seeds(torch.arange(50))
+    assert seeds.shape == (50, state.spec.heads) and seeds.unique().numel() == seeds.numel()
+    state.layer = "layers.4"
+    assert not torch.isin(state.rounding_seeds(torch.arange(50)), seeds).any()
 
 
 def test_stochastic_rounding_does_not_depend_on_the_batch():
