@@ -9,12 +9,12 @@ from .errors import InvalidValueError, unknown_name
 
 @dataclass(frozen=True)
 class Family:
-    """What tells one layer family from another; everything else is shared (DESIGN.md §3)."""
+    """What tells one layer family from another; everything else is shared (docs/window-algebra.md)."""
 
     name: str
     title: str
     delta_rule: bool
-    """e in DESIGN.md: the write first erases what the state holds at k (GDN, KDA)."""
+    """e in docs/window-algebra.md: the write first erases what the state holds at k (GDN, KDA)."""
     decay: str
     """``head``: one log-decay per head; ``channel``: one per key column (KDA)."""
     gain_sets_decay: bool

@@ -1,4 +1,4 @@
-"""The recurrence of DESIGN.md §3, one token at a time: what every faster form is tested against."""
+"""The recurrence of docs/window-algebra.md, one token at a time: what every faster form is tested against."""
 
 import torch
 

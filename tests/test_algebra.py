@@ -1,4 +1,4 @@
-"""The window algebra against the step-by-step recurrence of DESIGN.md §3 in float64."""
+"""The window algebra against the step-by-step recurrence of docs/window-algebra.md in float64."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Whole windows in sequence: what decode computes over many tokens, without its steps (DESIGN.md §4)."""
+"""Whole windows in sequence: what decode computes over many tokens, without its steps (docs/window-algebra.md)."""
 
 from __future__ import annotations
 

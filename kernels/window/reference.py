@@ -1,4 +1,4 @@
-"""The window algebra (DESIGN.md §3): from the raw inputs of a window to its read and fold coefficients.
+"""The window algebra (docs/window-algebra.md): from the raw inputs of a window to its read and fold coefficients.
 
 This is all that differs between layer families, and it is small: L × K per head. Everything is written for a
 batch of windows with any leading axes ``*``; heads come before tokens here, [*, H, L, …].

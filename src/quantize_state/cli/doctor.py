@@ -80,7 +80,7 @@ def _device() -> dict[str, str]:
 def _kernels() -> dict[str, str]:
     from ..quant.spec import FAMILIES
 
-    reason = "torch reference, on any device (decode step and scan); no Triton kernel replaces it in this version"
+    reason = "torch reference, on any device: attach does not use the Triton kernels yet (see CHANGELOG.md)"
     return {family.title: reason for family in FAMILIES.values()}
 
 

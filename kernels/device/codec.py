@@ -1,0 +1,196 @@
+"""Rounding and scales on the device: the torch codec (quant/rounding.py, quant/scales.py), bit for bit.
+
+Helpers for tiles b_x [R, K] float32 in registers. All rounding is one addition in float32 (see ``Grid.nearest``),
+never a round trip through an 8-bit float: the ptxas that ships with Triton 3.6 miscompiles that on sm_90 without
+an error. Divisions are IEEE divisions. Callers compile with ``enable_fp_fusion=False``: the squared errors of
+four_over_six are rounded before they are added.
+"""
+
+from __future__ import annotations
+
+from .targets import tl, triton
+
+EXPONENT = tl.constexpr(0x7F800000)
+SMALLEST = tl.constexpr(2.0**-126)
+LARGEST = tl.constexpr(3.4028234663852886e38 * (1 - 2.0**-20))  # quant/scales.py's
+E2M1_PTX = tl.constexpr(
+    "{ .reg .b8 b<4>;"
+    " cvt.rn.satfinite.e2m1x2.f32 b0, $5, $1; cvt.rn.satfinite.e2m1x2.f32 b1, $6, $2;"
+    " cvt.rn.satfinite.e2m1x2.f32 b2, $7, $3; cvt.rn.satfinite.e2m1x2.f32 b3, $8, $4;"
+    " mov.b32 $0, {b0, b1, b2, b3}; }"
+)
+
+
+@triton.jit
+def float_bits(b_x):
+    return b_x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def bits_float(b_x):
+    return b_x.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _binade(b_a, LOW: tl.constexpr):
+    """2**max(floor(log2 a), LOW) for magnitudes a."""
+    return bits_float(tl.maximum(float_bits(b_a) & EXPONENT, (LOW + 127) << 23))
+
+
+@triton.jit
+def round_grid(b_a, MANTISSA: tl.constexpr, LOW: tl.constexpr, MAX: tl.constexpr):
+    """Magnitudes to the nearest value (ties to even) of a small float with its lowest binade at LOW; saturates."""
+    b_a = tl.minimum(b_a, MAX)
+    b_magic = _binade(b_a, LOW) * (1.5 * 2.0 ** (23 - MANTISSA))  # exact: adding it leaves whole steps
+    return (b_a + b_magic) - b_magic
+
+
+@triton.jit
+def grid_code(b_a, MANTISSA: tl.constexpr, LOW: tl.constexpr, MAX: tl.constexpr):
+    """The codes (int32) of what ``round_grid`` gives: the same addition, whose last bits count the steps."""
+    b_a = tl.minimum(b_a, MAX)
+    b_p = _binade(b_a, LOW)
+    b_step = float_bits(b_a + b_p * (1.5 * 2.0 ** (23 - MANTISSA))) - float_bits(b_p)
+    # bits(1.5·2**(23−m)) − bits(1) = ((23−m) << 23) + (1 << 22)
+    return (
+        b_step
+        + (float_bits(b_p) >> (23 - MANTISSA))
+        - (((23 - MANTISSA) << 23) + (1 << 22) + ((LOW + 127) << MANTISSA))
+    )
+
+
+@triton.jit
+def e4m3_value(b_code, ISA: tl.constexpr):
+    """E4M3 codes (uint8) to float32. Only of loaded codes: see the module's first paragraph."""
+    if ISA >= 90:
+        return b_code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        b_code = b_code.to(tl.int32)
+        return bits_float(((b_code & 0x80) << 24) | ((b_code & 0x7F) << 20)) * 2.0**120
+
+
+@triton.jit
+def e4m3_scale(b_code):
+    """E4M3 codes of block scales (uint8, positive) to float32: two instructions, the same on every machine."""
+    return bits_float(b_code.to(tl.int32) << 20) * 2.0**120
+
+
+@triton.jit
+def e8m0_scale(b_code):
+    """E8M0 codes (uint8, at least 1: no scale is below 2**-126) to float32."""
+    return bits_float(b_code.to(tl.int32) << 23)
+
+
+@triton.jit
+def e2m1_value(b_code):
+    """E2M1 codes (integers, the low four bits) to float32: sign and magnitude into an FP16, times 2**14, is exact."""
+    b_half = ((b_code & 8) << 12) | ((b_code & 7) << 9)
+    return b_half.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+
+
+@triton.jit
+def bf16_bits(b_x):
+    """float32 to the bits of bfloat16 (int16), saturating; the interpreter's own cast truncates."""
+    b_m = float_bits(tl.minimum(tl.abs(b_x), 3.3895313892515355e38))
+    b_m = (b_m + 0x7FFF + ((b_m >> 16) & 1)) >> 16
+    return (b_m | ((float_bits(b_x) >> 16) & 0x8000)).to(tl.int16)
+
+
+@triton.jit
+def block_amax(b_a, BLOCK: tl.constexpr):
+    """Magnitudes [R, K] to their maxima [R, K / BLOCK]."""
+    R: tl.constexpr = b_a.shape[0]
+    K: tl.constexpr = b_a.shape[1]
+    return tl.max(tl.reshape(b_a, [R, K // BLOCK, BLOCK]), axis=2)
+
+
+@triton.jit
+def tile_amax(b_x):
+    """The largest magnitude of [R, K], as [1, 1]."""
+    return tl.max(tl.max(tl.abs(b_x), axis=1, keep_dims=True), axis=0, keep_dims=True)
+
+
+@triton.jit
+def over_blocks(b_s, BLOCK: tl.constexpr):
+    """Values per block [R, N] to one per element [R, N · BLOCK]."""
+    R: tl.constexpr = b_s.shape[0]
+    N: tl.constexpr = b_s.shape[1]
+    return tl.reshape(tl.broadcast_to(b_s[:, :, None], [R, N, BLOCK]), [R, N * BLOCK])
+
+
+@triton.jit
+def row_scale(b_amax, MAX: tl.constexpr):
+    """FP32 scales of rows with maxima b_amax."""
+    return tl.minimum(tl.maximum(tl.div_rn(b_amax, tl.full(b_amax.shape, MAX, tl.float32)), SMALLEST), LARGEST / MAX)
+
+
+@triton.jit
+def power_of_two_scale(b_amax, EMAX: tl.constexpr):
+    """E8M0 scales, as float32, of blocks with maxima b_amax: 2**(floor(log2 amax) − EMAX), at least 2**-126."""
+    return bits_float(tl.maximum((float_bits(b_amax) & EXPONENT) - (EMAX << 23), 1 << 23))
+
+
+@triton.jit
+def _e4m3_round(b_raw):
+    """Block scales to E4M3, as float32, at least its smallest value above zero."""
+    return round_grid(tl.maximum(b_raw, 2.0**-9), 3, -6, 448.0)
+
+
+@triton.jit
+def _fitting_error(b_a, b_multiplier):
+    """Σ(v − round(v))² over blocks of 16, v = a / multiplier, as [R, N]. The order of the sum decides bits:
+    element i + 8 is added to element i, then 4, 2, 1 (quant/scales.py, tree_sum); each is a sum of two."""
+    R: tl.constexpr = b_a.shape[0]
+    N: tl.constexpr = b_multiplier.shape[1]
+    b_v = tl.div_rn(b_a, over_blocks(b_multiplier, 16))
+    b_e = round_grid(b_v, 1, 0, 6.0) - b_v
+    b_e = b_e * b_e
+    for i in tl.static_range(4):
+        b_e = tl.sum(tl.reshape(b_e, [R * N, 2, 8 >> i]), axis=1)
+    return tl.reshape(b_e, [R, N])
+
+
+@triton.jit
+def two_level_scale(b_a, b_top, FOUR_OVER_SIX: tl.constexpr):
+    """NVFP4's scales of magnitudes [R, K] of a head whose largest is b_top [1, 1]: the blocks' scales and maxima
+    [R, K / 16], and the head's scale [1, 1]."""
+    b_amax = block_amax(b_a, 16)
+    CEILING: tl.constexpr = 256.0 if FOUR_OVER_SIX else 448.0
+    b_total = tl.div_rn(b_top, tl.full([1, 1], 6.0 * CEILING, tl.float32))
+    b_total = tl.minimum(tl.maximum(b_total, SMALLEST), LARGEST / (6.0 * 448.0))
+    b_scale = _e4m3_round(tl.div_rn(b_amax, tl.broadcast_to(b_total * 6.0, b_amax.shape)))
+    if FOUR_OVER_SIX:
+        b_wide = _e4m3_round(tl.div_rn(b_amax, tl.broadcast_to(b_total * 4.0, b_amax.shape)))
+        b_narrow_error = _fitting_error(b_a, b_scale * b_total) * (b_scale * b_scale)
+        b_wide_error = _fitting_error(b_a, b_wide * b_total) * (b_wide * b_wide)
+        b_scale = tl.where(b_wide_error < b_narrow_error, b_wide, b_scale)
+    return b_scale, b_amax, b_total
+
+
+@triton.jit
+def e2m1_pack(b_x, b_multiplier, BLOCK: tl.constexpr, ISA: tl.constexpr):
+    """Numbers [R, K] over their blocks' multipliers to E2M1, two per byte, the even one in the low nibble."""
+    R: tl.constexpr = b_x.shape[0]
+    K: tl.constexpr = b_x.shape[1]
+    b_multiplier = over_blocks(b_multiplier, BLOCK)
+    if ISA >= 100:
+        b_even, b_odd = tl.split(tl.reshape(tl.div_rn(b_x, b_multiplier), [R, K // 2, 2]))
+        return tl.inline_asm_elementwise(E2M1_PTX, "=r,f,f,f,f,f,f,f,f", [b_even, b_odd], tl.uint8, True, 4)
+    else:
+        b_code = grid_code(tl.div_rn(tl.abs(b_x), b_multiplier), 1, 0, 6.0)
+        b_code = b_code | ((float_bits(b_x) >> 28) & 8)
+        b_even, b_odd = tl.split(tl.reshape(b_code, [R, K // 2, 2]))
+        return (b_even | (b_odd << 4)).to(tl.uint8)
+
+
+@triton.jit
+def hadamard(b_x, SIZE: tl.constexpr):
+    """Rows [R, K] times block-diagonal orthonormal Hadamard matrices of SIZE; sums in quant/rotation.py's order."""
+    R: tl.constexpr = b_x.shape[0]
+    K: tl.constexpr = b_x.shape[1]
+    for i in tl.static_range(8):
+        if (2 << i) <= SIZE:
+            b_y = tl.permute(tl.reshape(b_x, [R, K // (2 << i), 2, 1 << i]), (0, 1, 3, 2))
+            b_a, b_b = tl.split(b_y)
+            b_x = tl.reshape(tl.permute(tl.join(b_a + b_b, b_a - b_b), (0, 1, 3, 2)), [R, K])
+    return b_x * (1.0 / SIZE**0.5)

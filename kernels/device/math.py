@@ -1,0 +1,34 @@
+"""Functions whose fast forms are not good enough for a recurrence that runs for millions of tokens."""
+
+from __future__ import annotations
+
+from .codec import bits_float
+from .targets import tl, triton
+
+
+@triton.jit
+def exp(b_x):
+    """e**x for x <= 88 to about one unit in the last place; zero below −87.3, and for −inf.
+
+    The hardware's e**x errs by 2**-22 always to the same side: the checkpoint is multiplied by e**g at every flush,
+    so a state that remembers long would drift. Cody and Waite's reduction and a polynomial (fma-free products of n).
+    """
+    b_c = tl.maximum(b_x, -100.0)
+    b_n = tl.floor(b_c * 1.4426950408889634 + 0.5)
+    b_r = (b_c - b_n * 0.693359375) + b_n * 2.12194440e-4
+    b_p = tl.full(b_x.shape, 1.0 / 5040, tl.float32)
+    b_p = tl.fma(b_p, b_r, tl.full(b_x.shape, 1.0 / 720, tl.float32))
+    b_p = tl.fma(b_p, b_r, tl.full(b_x.shape, 1.0 / 120, tl.float32))
+    b_p = tl.fma(b_p, b_r, tl.full(b_x.shape, 1.0 / 24, tl.float32))
+    b_p = tl.fma(b_p, b_r, tl.full(b_x.shape, 1.0 / 6, tl.float32))
+    b_p = tl.fma(b_p, b_r, tl.full(b_x.shape, 0.5, tl.float32))
+    b_p = tl.fma(b_p, b_r, tl.full(b_x.shape, 1.0, tl.float32))
+    b_p = tl.fma(b_p, b_r, tl.full(b_x.shape, 1.0, tl.float32))
+    b_power = bits_float((tl.maximum(b_n, -126.0).to(tl.int32) + 127) << 23)
+    return tl.where(b_x < -87.3, 0.0, b_p * b_power)
+
+
+@triton.jit
+def inverse_norm(b_square):
+    """1 / sqrt(Σx² + 1e-6), the l2norm of transformers and fla, with IEEE roots and divisions."""
+    return tl.div_rn(tl.full(b_square.shape, 1.0, tl.float32), tl.sqrt_rn(b_square + 1e-6))

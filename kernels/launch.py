@@ -1,0 +1,113 @@
+"""The launch table: tile rows, warps and stages of every kernel, by format, shape and architecture.
+
+Data, filled by a sweep on the device; nothing is tuned while kernels run, since most of them write in place.
+The entries are first guesses, which a sweep on the device will replace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .device.targets import INTERPRET, PORTABLE, TARGETS, Target
+
+ANY = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """``rows`` and ``columns`` of a tile of the state, ``encode_rows`` of the fold's second tile, which has all
+    columns; ``programs``: how many persistent programs, at most."""
+
+    warps: int
+    rows: int = 0
+    columns: int = 0
+    encode_rows: int = 0
+    stages: int = 1
+    programs: int = 0
+    precision: str = "ieee"
+    """Of the FP32 dot products: ``ieee``, or ``tf32x3`` (three TF32 products, 2**-22) where a sweep finds it pays."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """When ``launch`` applies; None is any. The first entry that fits wins."""
+
+    launch: Launch
+    op: str
+    format: str | None = ANY
+    value_dim: int | None = ANY
+    key_dim: int | None = ANY
+    isa: int | None = ANY
+    max_batch: int | None = ANY
+
+
+TABLE: tuple[Entry, ...] = (
+    # a head of Mamba-2 (64 × 128) is 4 KB of codes; 128 of them per thread spread what a program does but once
+    Entry(Launch(rows=64, warps=2), "readout", "nvfp4"),
+    Entry(Launch(rows=64, warps=2), "readout", "mxfp4"),
+    Entry(Launch(rows=32, warps=4), "readout", "fp32"),
+    Entry(Launch(rows=32, warps=4), "readout"),
+    Entry(Launch(rows=16, columns=64, encode_rows=16, warps=8, programs=132 * 2), "fold", value_dim=80),
+    # 4 state elements per thread of each FP32 product, whose operands take 16 registers an element: more would spill
+    Entry(Launch(rows=64, columns=16, encode_rows=16, warps=8, stages=2, programs=132 * 2), "fold"),
+    Entry(Launch(warps=2, columns=32), "window"),
+    Entry(Launch(warps=1), "plan"),
+)
+
+
+def find_launch(op: str, format: str, value_dim: int, key_dim: int, isa: int, batch: int) -> Launch:
+    """The first entry that fits; every op has one without conditions."""
+    for e in TABLE:
+        asked = ((e.format, format), (e.value_dim, value_dim), (e.key_dim, key_dim), (e.isa, isa))
+        if e.op == op and all(a in (ANY, b) for a, b in asked) and (e.max_batch is ANY or batch <= e.max_batch):
+            return e.launch
+    raise KeyError(op)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A kernel launch that was recorded instead of run."""
+
+    kernel: Any
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+
+_recorder: tuple[Target, list[Call]] | None = None
+
+
+@contextmanager
+def recording(target: Target) -> Iterator[list[Call]]:
+    """Inside, ``run`` keeps the launches that ``target`` would get, and runs none. For ahead-of-time compilation:
+    what is compiled is then what is launched. Not for use from several threads."""
+    global _recorder
+    calls: list[Call] = []
+    _recorder = (target, calls)
+    try:
+        yield calls
+    finally:
+        _recorder = None
+
+
+def isa_of(device: torch.device) -> int:
+    """The instructions that kernels may use on ``device``, or on the target of ``recording``."""
+    if _recorder is not None:
+        return _recorder[0].isa
+    if device.type != "cuda" or INTERPRET:
+        return PORTABLE
+    major, minor = torch.cuda.get_device_capability(device)
+    return next((t.isa for t in TARGETS.values() if t.capability == 10 * major + minor), PORTABLE)
+
+
+def run(kernel: Any, grid: tuple[int, ...], launch: Launch, *arguments: Any, **constants: Any) -> None:
+    """Launch ``kernel`` with the table's options; ``constants`` are its constexprs, and Triton's other options."""
+    constants = {"enable_fp_fusion": True, "num_warps": launch.warps, "num_stages": launch.stages} | constants
+    if _recorder is not None:
+        _recorder[1].append(Call(kernel, arguments, constants))
+    else:
+        kernel[grid](*arguments, **constants)

@@ -1,0 +1,178 @@
+"""The readout kernel: y = Q(S₀)·Θ + Vᵀ·C for every family, read format and number of queries.
+
+One program reads one tile of value rows of one head, once, whatever the number of queries. Bytes per state element:
+0.5625 for nvfp4, of which the codes come as one 8-byte load per block of 16.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...quant.encoded import EncodedState
+from ..device.codec import bits_float, float_bits, over_blocks
+from ..device.fp4 import UNIT_CONVERTED, UNIT_MOVED, block_pairs, pairs_dot
+from ..device.targets import tl, triton
+from ..device.tile import load_block_scales, load_e2m1, load_plain
+from ..device.views import kernel_views, slot_stride
+from ..launch import find_launch, isa_of, run
+
+
+@triton.jit
+def _dot_theta(b_x, b_theta, b_scale, BLOCK: tl.constexpr):
+    """Rows of b_x [R, K] times b_theta [K]; with blocks, each block's sum times its scale b_scale [R, K / BLOCK]."""
+    R: tl.constexpr = b_x.shape[0]
+    K: tl.constexpr = b_x.shape[1]
+    b_p = b_x * b_theta[None, :]
+    if BLOCK:
+        return tl.sum(tl.sum(tl.reshape(b_p, [R, K // BLOCK, BLOCK]), axis=2) * b_scale, axis=1)
+    else:
+        return tl.sum(b_p, axis=1)
+
+
+@triton.jit
+def _ring_dot(b_v, b_c, ISA: tl.constexpr):
+    """Σ_j v_j·c_j of bfloat16 rows b_v [LP, R] and float32 b_c [LP], as eight partial sums [R, 8].
+
+    One matrix instruction instead of sums across lanes and warps, and as exact as FP32: c is cut into three bfloat16
+    parts, eight bits each, one per column, so all products are exact. The interpreter's bfloat16 products are wrong;
+    it gets the same parts as float32.
+    """
+    b_high = bits_float(float_bits(b_c) & -65536)
+    b_mid = bits_float(float_bits(b_c - b_high) & -65536)
+    o_n = tl.arange(0, 8)[None, :]
+    b_parts = tl.where(o_n == 0, b_high[:, None], 0.0)
+    b_parts = tl.where(o_n == 1, b_mid[:, None], b_parts)
+    b_parts = tl.where(o_n == 2, (b_c - b_high - b_mid)[:, None], b_parts)
+    if ISA >= 90:
+        return tl.dot(tl.trans(b_v), b_parts.to(tl.bfloat16))
+    else:
+        return tl.dot(tl.trans(b_v).to(tl.float32), b_parts, input_precision="ieee")
+
+
+@triton.jit
+def readout_kernel(
+    p_codes, p_row, p_block, p_total,  # the read copy: codes (int64 where HALF), scales
+    p_v,  # ring [slots, L, H, V]
+    p_theta, p_gain, p_c,  # [B, T, H / SHARED, K] float32, or float16 in pair order where HALF; [B, T, H]; [B, T, H, L]
+    p_slots, p_used,  # [B] int32: slot of each row; ring rows it reads, 0 for rows that are not read
+    p_x, p_d, p_gate,  # [B, T, H, V] inputs of the skip, [H], [B, T, H, V]
+    p_y,  # [B, T, H, V]
+    s_codes, s_row, s_block, s_total, s_v,  # slot strides in elements
+    H, V,
+    K: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
+    SHARED: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr,
+    SKIP: tl.constexpr, GATE: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """Grid (H · V tiles, B). LP: L padded to a power of two; SHARED: heads that share one Θ (Mamba-2's groups)."""
+    i_b = tl.program_id(1)
+    i_used = tl.load(p_used + i_b)
+    if i_used <= 0:
+        return
+    o_tiles = tl.cdiv(V, R)
+    i_h = tl.program_id(0) // o_tiles
+    i_slot = tl.load(p_slots + i_b).to(tl.int64)
+    o_v = (tl.program_id(0) % o_tiles) * R + tl.arange(0, R)
+    m_v = o_v < V
+    o_rows = i_h * V + o_v
+    p_codes += i_slot * s_codes
+    p_row += i_slot * s_row
+    p_block += i_slot * s_block
+    BLOCK: tl.constexpr = 16 if FORMAT == "nvfp4" else 32 if FORMAT == "mxfp4" or FORMAT == "mxfp8" else 0
+
+    b_scale = tl.full([R, 1], 1.0, tl.float32)
+    if BLOCK:
+        b_scale = load_block_scales(p_block, o_rows, m_v, K // BLOCK, FORMAT)
+    if HALF:
+        N: tl.constexpr = K // 16
+        o_block = tl.arange(0, N)
+        b_w = tl.load(p_codes + o_rows[:, None] * N + o_block[None, :], mask=m_v[:, None], other=0)
+        b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7 = block_pairs(b_w, ISA)
+        if BLOCK == 32:
+            b_scale = over_blocks(b_scale, 2)
+    elif FORMAT == "nvfp4" or FORMAT == "mxfp4":
+        b_s = load_e2m1(p_codes, o_rows, m_v, K)
+    else:
+        b_s = load_plain(p_codes, o_rows, m_v, K, FORMAT, ISA)
+    b_unit = tl.full([R], 1.0, tl.float32)
+    if FORMAT == "nvfp4":
+        b_unit *= tl.load(p_total + i_slot * s_total + i_h)
+    elif FORMAT == "fp8_e4m3" or FORMAT == "int8":
+        b_unit = tl.load(p_row + o_rows, mask=m_v, other=0.0)
+    if HALF:
+        b_unit *= UNIT_CONVERTED if ISA >= 100 else UNIT_MOVED
+
+    o_l = tl.arange(0, LP)
+    # rows from used on are never loaded: they may hold anything, NaN too
+    m_l = o_l < i_used
+    o_ring = i_slot * s_v + i_h * V
+    b_v = tl.load(p_v + o_ring + o_l[:, None] * (H * V) + o_v[None, :], mask=m_l[:, None] & m_v[None, :], other=0.0)
+
+    for i_t in tl.static_range(T):
+        i_head = (i_b * T + i_t) * H + i_h
+        p_q = p_theta + ((i_b * T + i_t) * (H // SHARED) + i_h // SHARED).to(tl.int64) * (K // 4 if HALF else K)
+        if HALF:
+            b_qa = tl.load(p_q + o_block * 4)[None, :]
+            b_qb = tl.load(p_q + o_block * 4 + 1)[None, :]
+            b_qc = tl.load(p_q + o_block * 4 + 2)[None, :]
+            b_qd = tl.load(p_q + o_block * 4 + 3)[None, :]
+            b_dot = pairs_dot(b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7, b_qa, b_qb, b_qc, b_qd, ISA)
+            b_y = tl.sum(b_dot * b_scale, axis=1)
+        else:
+            b_y = _dot_theta(b_s, tl.load(p_q + tl.arange(0, K)), b_scale, BLOCK)
+        b_y *= b_unit * tl.load(p_gain + i_head)
+        b_c = tl.load(p_c + i_head.to(tl.int64) * L + o_l, mask=m_l, other=0.0)
+        if b_v.dtype == tl.bfloat16:
+            b_y += tl.sum(_ring_dot(b_v, b_c, ISA), axis=1)
+        else:
+            b_y += tl.sum(b_v.to(tl.float32) * b_c[:, None], axis=0)
+        o_y = i_head.to(tl.int64) * V + o_v
+        if SKIP:
+            b_y += tl.load(p_d + i_h).to(tl.float32) * tl.load(p_x + o_y, mask=m_v, other=0.0).to(tl.float32)
+        if GATE:
+            b_z = tl.load(p_gate + o_y, mask=m_v, other=0.0).to(tl.float32)
+            b_y *= b_z / (1.0 + tl.exp(-b_z))
+        tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_v)
+
+
+def readout(
+    source: EncodedState,
+    ring_v: Tensor,
+    theta: Tensor,
+    gain: Tensor,
+    c: Tensor,
+    slots: Tensor,
+    used: Tensor,
+    out: Tensor,
+    *,
+    skip: tuple[Tensor, Tensor] | None = None,
+    gate: Tensor | None = None,
+) -> None:
+    """Write y of every row that reads (``used`` > 0) into ``out`` [B, T, H, V] float32 or a 16-bit float.
+
+    Args:
+        source: the read copy, [slots, H, V, K]; any slot stride.
+        ring_v: [slots, L, H, V]; any slot stride.
+        theta: [B, T, H or key heads, K], float32, or float16 in pair order (4-bit formats alone).
+        gain: [B, T, H] float32; Θ of a head is gain · theta. ``c``: [B, T, H, L] float32.
+        slots, used: [B] int32.
+        skip: (x [B, T, H, V], D [H]): adds D·x. ``gate`` [B, T, H, V]: multiplies by silu(gate), last.
+    """
+    batch, queries, heads, value_dim = out.shape
+    key_dim, window = theta.shape[-1], ring_v.shape[1]
+    half = theta.element_size() == 2
+    views = kernel_views(source, words=half)
+    isa = isa_of(out.device)
+    launch = find_launch("readout", source.format, value_dim, key_dim, isa, batch)
+    x, d = skip if skip is not None else (out, gain)
+    grid = (heads * triton.cdiv(value_dim, launch.rows), batch)
+    run(
+        readout_kernel, grid, launch,
+        views.codes, views.row, views.block, views.total, ring_v,
+        theta.view(views.codes.dtype) if half else theta, gain, c, slots, used,
+        x, d, out if gate is None else gate, out,
+        views.codes_stride, views.row_stride, views.block_stride, views.total_stride, slot_stride(ring_v, "ring v"),
+        heads, value_dim,
+        K=key_dim, L=window, LP=max(16, triton.next_power_of_2(window)), T=queries, R=launch.rows,
+        SHARED=heads // theta.shape[2], FORMAT=source.format, HALF=half, SKIP=skip is not None,
+        GATE=gate is not None, ISA=isa,
+    )  # fmt: skip

@@ -1,0 +1,227 @@
+"""One decode step as four launches: plan, window, readout, fold. No host synchronisation, so it can be captured.
+
+``step`` here has the arithmetic of ``kernels.step.step`` and changes the same DecodeState in place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..quant.errors import InvalidValueError, NonFiniteStateError
+from ..quant.formats import FORMATS
+from ..quant.policy import StatePolicy
+from ..quant.rotation import ROTATIONS
+from ..quant.spec import LayerSpec
+from ..quant.state import DecodeState
+from .device.targets import triton, unavailable
+from .device.views import kernel_views, slot_stride
+from .fold.triton import fold_kernel
+from .inputs import TokenInputs
+from .launch import find_launch, isa_of, run
+from .readout.triton import readout
+from .window.triton import delta_window, mamba2_window, plan_kernel
+
+MAX_WINDOW = 64
+
+
+def unsupported(state: DecodeState) -> str | None:
+    """Why the kernels cannot run this state, or None."""
+    return unavailable(state.cursor.device) or unsupported_layer(state.spec, state.policy)
+
+
+def unsupported_layer(spec: LayerSpec, policy: StatePolicy) -> str | None:
+    """Why there are no kernels for such a layer, or None."""
+    if policy.checkpoint != "fp32" or policy.stochastic:
+        return f"the fold kernel keeps an FP32 checkpoint, not {policy.checkpoint}"
+    if policy.scale_rule == "mse":
+        return "the device codec has the scale rules amax and four_over_six, not mse"
+    if policy.window > MAX_WINDOW:
+        return f"the window kernels hold up to {MAX_WINDOW} tokens, not {policy.window}"
+    if spec.key_dim & (spec.key_dim - 1) or not 32 <= spec.key_dim <= 256:
+        return f"key_dim must be a power of two from 32 to 256, not {spec.key_dim}"
+    return None
+
+
+def padded_rows(value_dim: int) -> int:
+    return max(16, triton.next_power_of_2(value_dim))
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What the launches of a step hand on, for up to ``batch`` rows; kept between steps under CUDA graphs."""
+
+    row: Tensor
+    used: Tensor
+    flushing: Tensor
+    count: Tensor
+    theta: Tensor
+    gain: Tensor
+    c: Tensor
+    mix: Tensor
+    status: Tensor
+
+    @classmethod
+    def allocate(cls, state: DecodeState, batch: int, *, half: bool | None = None) -> Workspace:
+        """``half``: Θ in float16, the default for 4-bit reads; for them alone."""
+        spec, window, device = state.spec, state.policy.window, state.cursor.device
+        four_bit = FORMATS[state.read_source.format].bits == 4
+        half = four_bit if half is None else half
+        if half and not four_bit:
+            raise InvalidValueError(f"Θ is float16 for 4-bit reads alone, not {state.read_source.format}")
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        delta = spec.rules.delta_rule
+        padded = max(16, triton.next_power_of_2(window))
+        rows = spec.heads if delta else spec.key_heads
+        return cls(
+            row=empty(batch, dtype=torch.int32),
+            used=empty(batch, dtype=torch.int32),
+            flushing=empty(batch, dtype=torch.int32),
+            count=torch.zeros(1, dtype=torch.int32, device=device),
+            theta=empty(batch, 1, rows, spec.key_dim, dtype=torch.float16 if half else torch.float32),
+            gain=empty(batch, 1, spec.heads),
+            c=empty(batch, 1, spec.heads, window),
+            mix=empty(*((batch, spec.heads, padded, padded) if delta else (1,))),
+            status=torch.zeros(1, dtype=torch.int64, device=device),
+        )
+
+    def check_finite(self, state: DecodeState) -> None:
+        """Raise NonFiniteStateError if a fold has met Inf or NaN. Waits for the device: call it now and then."""
+        if place := int(self.status):
+            slot, head = divmod(place - 1, state.spec.heads)
+            raise NonFiniteStateError(
+                f"the state of layer {state.layer!r}, slot {slot}, head {head} holds Inf or NaN; "
+                "its inputs overflowed or were already not finite"
+            )
+
+
+def rotation_size(state: DecodeState) -> int:
+    """Columns that the copy's rotation mixes; 0 for none."""
+    rotation = state.read_source.rotation
+    if rotation is None:
+        return 0
+    return min(state.spec.key_dim, ROTATIONS[rotation] or state.spec.key_dim)
+
+
+def step(
+    state: DecodeState,
+    inputs: TokenInputs,
+    slots: Tensor | None = None,
+    *,
+    workspace: Workspace | None = None,
+    out: Tensor | None = None,
+    skip: tuple[Tensor, Tensor] | None = None,
+    gate: Tensor | None = None,
+) -> Tensor:
+    """One token for each row: outputs [B, 1, H, V], of padded rows zeros (or what ``out`` held).
+
+    ``skip`` (x [B, 1, H, V], D [H]) and ``gate`` [B, 1, H, V] as in ``readout``. Slots are not checked: two rows
+    with one slot race.
+    """
+    batch, device = inputs.rows, inputs.v.device
+    slots = torch.arange(batch, dtype=torch.int32, device=device) if slots is None else slots.to(torch.int32)
+    w = Workspace.allocate(state, batch) if workspace is None else workspace
+    if out is None:
+        out = torch.zeros(batch, 1, state.spec.heads, state.spec.value_dim, device=device)
+    plan(state, slots, w)
+    window(state, inputs, slots, w)
+    readout(
+        state.read_source, state.ring["v"], w.theta[:batch], w.gain[:batch], w.c[:batch], slots, w.used, out,
+        skip=skip, gate=gate,
+    )  # fmt: skip
+    fold(state, inputs, slots, w, out, skip=skip, gate=gate)
+    return out
+
+
+def plan(state: DecodeState, slots: Tensor, w: Workspace) -> None:
+    """Who reads, who flushes, who is padding; cursors and positions move on."""
+    batch = slots.shape[0]
+    launch = find_launch("plan", "", 0, 0, isa_of(slots.device), batch)
+    run(
+        plan_kernel, (1,), launch,
+        slots, state.cursor, state.position, w.row, w.used, w.flushing, w.count, batch,
+        L=state.policy.window, BP=triton.next_power_of_2(batch),
+    )  # fmt: skip
+
+
+def window(state: DecodeState, inputs: TokenInputs, slots: Tensor, w: Workspace) -> None:
+    """Append the tokens to the rings; Θ, gain and C, or M, into the workspace."""
+    spec, ring = state.spec, state.ring
+    isa = isa_of(slots.device)
+    launch = find_launch("window", spec.family, spec.value_dim, spec.key_dim, isa, inputs.rows)
+    length, group = state.policy.window, spec.heads // spec.key_heads
+    t = tokens_of(inputs)
+    common: dict[str, Any] = {
+        "K": spec.key_dim, "L": length, "LP": max(16, triton.next_power_of_2(length)), "GROUP": group,
+        "NORM": spec.qk_l2norm, "SCALE": spec.query_scale, "ROTATE": rotation_size(state),
+        "HALF": w.theta.element_size() == 2, "ISA": isa,
+    }  # fmt: skip
+    grid = (inputs.rows, spec.key_heads)
+    sizes = (spec.heads, spec.key_heads, spec.value_dim)
+    names = ("k", "v", "beta", "g") if spec.rules.delta_rule else ("k", "v", "beta")
+    rings = tuple(ring[n] for n in names)
+    ring_strides = tuple(slot_stride(ring[n], f"ring {n}") for n in names)
+    token_strides = tuple(slot_stride(t[n], n) for n in ("q", *names))
+    if spec.rules.delta_rule:
+        run(
+            delta_window, grid, launch,
+            t["q"], t["k"], t["v"], t["beta"], t["g"], *rings, slots, w.row, w.used, w.theta, w.gain, w.c, w.mix,
+            *token_strides, *ring_strides, *sizes, VP=triton.next_power_of_2(spec.value_dim),
+            CHANNEL=spec.rules.decay == "channel",
+            BK=min(launch.columns, spec.key_dim), PRECISION=launch.precision, **common,
+        )  # fmt: skip
+    else:
+        run(
+            mamba2_window, grid, launch,
+            t["q"], t["k"], t["v"], t["beta"], state.decay_rate, *rings, slots, w.row, w.used, w.theta, w.gain, w.c,
+            *token_strides, *ring_strides, *sizes, GP=triton.next_power_of_2(group),
+            VP=triton.next_power_of_2(group * spec.value_dim), **common,
+        )  # fmt: skip
+
+
+def fold(
+    state: DecodeState, inputs: TokenInputs, slots: Tensor, w: Workspace, out: Tensor,
+    *, skip: tuple[Tensor, Tensor] | None = None, gate: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Fold, renew the copy and write the outputs of the rows that flush."""
+    spec, ring, source = state.spec, state.ring, state.read_source
+    isa = isa_of(slots.device)
+    format = "none" if state.copy is None else source.format
+    launch = find_launch("fold", format, spec.value_dim, spec.key_dim, isa, inputs.rows)
+    views = kernel_views(source)
+    t = tokens_of(inputs)
+    mamba2 = not spec.rules.delta_rule
+    g = ring["beta"] if mamba2 else ring["g"]
+    x, d = skip if skip is not None else (out, w.gain)
+    length = state.policy.window
+    grid = (min(launch.programs, inputs.rows * spec.heads),)
+    run(
+        fold_kernel, grid, launch,
+        state.checkpoint.codes, views.codes, views.row, views.block, views.total,
+        ring["k"], ring["v"], ring["beta"], g, state.decay_rate if mamba2 else w.gain, t["q"], w.mix,
+        slots, w.flushing, w.count, x, d, out if gate is None else gate, out, w.status,
+        slot_stride(state.checkpoint.codes, "checkpoint"),
+        views.codes_stride, views.row_stride, views.block_stride, views.total_stride,
+        *(slot_stride(r, "ring") for r in (ring["k"], ring["v"], ring["beta"], g)), slot_stride(t["q"], "q"),
+        spec.heads, spec.key_heads,
+        V=spec.value_dim, K=spec.key_dim, L=length, LP=max(16, triton.next_power_of_2(length)),
+        R=min(launch.rows, padded_rows(spec.value_dim)), BK=min(launch.columns, spec.key_dim),
+        RE=min(launch.encode_rows, padded_rows(spec.value_dim)),
+        MAMBA2=mamba2, CHANNEL=spec.rules.decay == "channel", NORM=spec.qk_l2norm, SCALE=spec.query_scale,
+        FORMAT=format, FOUR_OVER_SIX=source.scale_rule == "four_over_six", ROTATE=rotation_size(state),
+        SKIP=skip is not None, GATE=gate is not None, PRECISION=launch.precision, ISA=isa,
+        enable_fp_fusion=False,  # quant/scales.py rounds squares before it adds them
+    )  # fmt: skip
+
+
+def tokens_of(inputs: TokenInputs) -> dict[str, Tensor]:
+    """The one token of each row, [B, heads, ...]; any batch stride."""
+    if inputs.tokens != 1:
+        raise InvalidValueError(f"step takes one token per row and was given {inputs.tokens}")
+    return {name: t[:, 0] for name, t in vars(inputs).items() if t is not None}

@@ -1,0 +1,127 @@
+"""Ahead-of-time compilation, in a process of its own: kernels under the interpreter's decorator cannot be compiled.
+
+The machine code that the compiler gives is looked at, which needs no GPU.
+"""
+
+import importlib.util
+import json
+import os
+import random
+import re
+import struct
+import subprocess
+import sys
+
+import pytest
+from ptx_machine import E2M1, run_ptx
+
+from quantize_state.quant.errors import InvalidValueError
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def compiled(tmp_path, *arguments):
+    """(exit code, the JSON, standard error) of ``quantize-state compile``."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
+    command = [sys.executable, "-m", "quantize_state", "compile", "--json", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compile")
+    chosen = ("--arch", "90a,100a", "--shape", "nemotron-3-super", "--arm", "decoupled-nvfp4")
+    code, found, errors = compiled(folder, *chosen, "--out", str(folder / "out"))
+    assert found is not None, errors
+    return code, found, folder / "out"
+
+
+def test_every_kernel_compiles_without_spills(report):
+    code, found, _ = report
+    assert code == 0 and not found["problems"], [k for k in found["kernels"] if k["problems"]]
+    assert {k["kernel"] for k in found["kernels"]} == {"plan_kernel", "mamba2_window", "readout_kernel", "fold_kernel"}
+    assert all(k["spills"] == 0 and 0 < k["registers"] <= 255 for k in found["kernels"])
+
+
+def test_blackwell_converts_in_hardware_and_hopper_does_not(report):
+    _, found, _ = report
+    for k in found["kernels"]:
+        blackwell = k["target"] == "100a"
+        if k["kernel"] == "readout_kernel":
+            assert (k["counts"]["fp4_unpack"] > 0) == blackwell, k
+        if k["kernel"] == "fold_kernel":
+            assert (k["counts"]["fp4_pack"] > 0) == blackwell, k
+
+
+def test_nothing_rounds_to_e4m3_by_a_conversion(report):
+    """The ptxas of Triton 3.6 moves such a pack behind its unpack on sm_90, without an error."""
+    _, found, out = report
+    assert all(k["counts"]["fp8_pack"] == 0 for k in found["kernels"])
+    listings = list(out.glob("*.sass"))
+    assert len(listings) == len(found["kernels"])
+    for path in listings:
+        assert not re.search(r"F2FP\S*E4M3\S*PACK_AB", path.read_text()), path.name
+
+
+def test_fold_products_are_fp32(report):
+    """No matrix instruction in the fold: on floats they would be TF32, or add to the state with truncation."""
+    _, found, _ = report
+    assert all(k["counts"]["matrix"] == 0 for k in found["kernels"] if k["kernel"] == "fold_kernel")
+
+
+def test_errors_are_explained():
+    from quantize_state.kernels.compile import cases, compile_all
+
+    with pytest.raises(InvalidValueError, match="Did you mean '90a'"):
+        compile_all(["90"], [])
+    with pytest.raises(InvalidValueError, match="unknown shape 'qwen'"):
+        cases(quick=True, shapes=["qwen"])
+
+
+def e2m1(code):
+    return E2M1[code & 7] * (-1 if code & 8 else 1)
+
+
+def test_the_inline_ptx_computes_block_sums():
+    """The PTX of both readouts, run on paper: decode sixteen codes and multiply them with Θ in its stored order."""
+    from quantize_state.kernels.device import fp4
+
+    rng = random.Random(0)
+    for blackwell in (False, True):
+        for _ in range(20):
+            codes = [rng.randrange(16) for _ in range(16)]
+            theta = [float(rng.randrange(-8, 8)) for _ in range(16)]
+            block = sum(c << (4 * i) for i, c in enumerate(codes))
+            stored = [0.0] * 16
+            for e, value in enumerate(theta):
+                stored[e if blackwell else (e & ~5) | ((e & 1) << 2) | ((e >> 2) & 1)] = value
+            pairs = run_ptx(fp4.PAIRS_PTX.value, 8, [block]) if blackwell else hopper_pairs(block)
+            (total,) = run_ptx(fp4.DOT_PTX.value, 1, [*pairs, *half_words(stored)])
+            unit = 1.0 if blackwell else 2.0**14
+            assert total * unit == sum(e2m1(c) * t for c, t in zip(codes, theta, strict=True))
+
+
+def hopper_pairs(block):
+    """``_eight`` of device/fp4.py in Python, for both halves."""
+    words = []
+    for w in (block & 0xFFFFFFFF, block >> 32):
+        even = ((w << 4) & 0x80808080) | ((w << 1) & 0x0E0E0E0E)
+        odd = (w & 0x80808080) | ((w >> 3) & 0x0E0E0E0E)
+        words += [(even << 8) & 0xFF00FF00, even & 0xFF00FF00, (odd << 8) & 0xFF00FF00, odd & 0xFF00FF00]
+    return words
+
+
+def half_words(values):
+    """Sixteen numbers as float16 in four 64-bit words."""
+    return struct.unpack("<4Q", struct.pack("<16e", *values))
+
+
+def test_the_inline_ptx_encodes_four_pairs():
+    from quantize_state.kernels.device import codec
+
+    even, odd = [0.0, -0.5, 1.0, 6.0], [-1.5, 2.0, -3.0, 4.0]
+    (word,) = run_ptx(codec.E2M1_PTX.value, 1, [*even, *odd])
+    for i in range(4):
+        assert (e2m1(word >> (8 * i) & 15), e2m1(word >> (8 * i + 4) & 15)) == (even[i], odd[i])
