@@ -68,7 +68,7 @@ def _read(state: DecodeState, window: Window, slots: Tensor, row: Tensor) -> Ten
 
 
 def scan(state: DecodeState, inputs: TokenInputs, slots: Tensor | None = None) -> Tensor:
-    """The arithmetic of ``inputs.tokens`` steps, window by window: teacher forcing without stepping (docs/window-algebra.md)."""
+    """The arithmetic of ``inputs.tokens`` steps, window by window: teacher forcing (docs/window-algebra.md)."""
     slots, live = _live_rows(state, inputs, slots)
     shape = (inputs.rows, inputs.tokens, state.spec.heads, state.spec.value_dim)
     y = inputs.v.new_zeros(shape, dtype=torch.float32)
