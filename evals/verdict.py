@@ -134,7 +134,7 @@ def _facts(result: Result, subject: Arm | None) -> list[str]:
             if floor.kl.max == 0
             else f"{scientific(floor.kl.mean, 2)} nats per token"
         )
-        facts.append(f"The noise floor, the reference run again, is {level}; a divergence below it means nothing.")
+        facts.append(f"The noise floor, FP32 in the untouched model, is {level}; a divergence below it means nothing.")
         for note in ("at the noise floor", "near the noise floor"):
             there = [arm.name for arm in result.arms if arm is not floor and floor_note(arm, floor) == note]
             if there:

@@ -14,15 +14,13 @@ import torch
 from torch import Tensor
 
 from ..quant.errors import InvalidValueError
+from ..quant.policy import StatePolicy
 from ..quant.state import PADDING, DecodeState
 from .fold.reference import fold
 from .inputs import TokenInputs, concat_tokens
 from .readout.reference import readout
 from .scan.reference import scan_windows
 from .window.reference import Window, fold_terms, make_window, read_terms
-
-PREFILL_CHUNK = 64
-"""Tokens per window where everything is exact and the window is free: the usual chunk of linear attention."""
 
 
 def step(state: DecodeState, inputs: TokenInputs, slots: Tensor | None = None) -> Tensor:
@@ -110,7 +108,7 @@ def prefill(state: DecodeState, inputs: TokenInputs, slots: Tensor | None = None
     inputs = inputs if live is None else inputs.rows_at(live)
     exact = DecodeState.allocate(
         state.spec,
-        replace(state.policy, checkpoint="fp32", read=None, stochastic=False, window=PREFILL_CHUNK),
+        StatePolicy(window=1),
         len(slots),
         layer=state.layer,
         device=inputs.v.device,

@@ -16,18 +16,19 @@ PIECE_TOKENS = 1024
 PIECE_ELEMENTS = 1 << 20
 """Bounds of what is held at once: tokens whose coefficients, and state elements whose window starts, are kept."""
 
-EXACT_CHUNK = 64
-"""Tokens per fold of an FP32 recurrence that keeps no ring: the same sums in another order, far fewer of them."""
+EXACT_CHUNK = {"head": 64, "channel": 16}
+"""Tokens per fold of an FP32 recurrence that keeps no ring, by kind of decay: the same sums in another order, far fewer
+of them. A decay per channel costs chunk × K exponentials a token, hence the shorter one."""
 
 
 def scan_windows(state: DecodeState, inputs: TokenInputs, slots: Tensor) -> Tensor:
     """Run whole windows from empty rings: outputs [B, T, H, V]; checkpoint, copy and position advance.
 
     The first window reads the copy as it is, later ones what their flush would have encoded. A recurrence
-    that folds every token in FP32 is computed in chunks of 64 instead, which differs by rounding alone.
+    that folds every token in FP32 is computed in chunks instead, which differs by rounding alone.
     """
     chunked = state.policy.exact and state.policy.window == 1
-    length = EXACT_CHUNK if chunked else state.policy.window
+    length = EXACT_CHUNK[state.spec.rules.decay] if chunked else state.policy.window
     piece = length * max(1, min(PIECE_TOKENS // length, PIECE_ELEMENTS // (inputs.rows * state.spec.elements or 1)))
     carried = state.checkpoint[slots].decode()
     read: Tensor | None = state.read_source[slots].decode()
