@@ -19,7 +19,8 @@ def method(result: Result) -> list[str]:
         "KL(reference ‖ arm) is over the full vocabulary, in nats per token, from log-probabilities in float64.",
         f"The step that flushes gives its output from the FP32 state that it has just folded: at window {window}, "
         f"{window - 1} of {window} tokens of a decoupled arm carry read error, and the window's last does not.",
-        "The noise floor is reference-again: the untouched model, which computes the same FP32 recurrence in its own code. A divergence at or below it means nothing.",
+        "The noise floor is reference-again: the untouched model, which computes the same FP32 recurrence in its own "
+        "code. A divergence at or below it means nothing.",
         "Top-1 agreement leaves out tokens whose top logit is tied on either side; those are counted apart.",
         "Bytes are per element of the recurrent state, without the ring of recent inputs; moved is per decode step, "
         "averaged over a window.",
