@@ -129,13 +129,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _conditions(result: Result) -> str:
     text, p = result.text, result.provenance
-    block = sorted({arm.kl.bootstrap.block for arm in result.arms}) or [0]
     return markdown_text(
         f"{text.sequences} × {f.number(text.tokens)} tokens of {text.source} ({text.protocol}), {p.engine} engine, "
         f"window {p.window}, {p.dtype} on {p.device}, torch {p.versions.get('torch', 'unknown')}, "
         f"transformers {p.versions.get('transformers', 'unknown')}, quantize-state {p.quantize_state}. "
-        f"Intervals: block bootstrap, blocks of {block[0]} to {block[-1]} tokens. "
-        "Bytes are per state element, moved ones per decode step, both without the ring."
+        "Intervals: block bootstrap over tokens. Bytes are per state element, moved ones per decode step, both without the ring."
     )
 
 
