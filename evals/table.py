@@ -133,7 +133,8 @@ def _conditions(result: Result) -> str:
         f"{text.sequences} × {f.number(text.tokens)} tokens of {text.source} ({text.protocol}), {p.engine} engine, "
         f"window {p.window}, {p.dtype} on {p.device}, torch {p.versions.get('torch', 'unknown')}, "
         f"transformers {p.versions.get('transformers', 'unknown')}, quantize-state {p.quantize_state}. "
-        "Intervals: block bootstrap over tokens. Bytes are per state element, moved ones per decode step, both without the ring."
+        "Intervals: block bootstrap over tokens. Bytes are per state element, moved ones per decode step, "
+        "both without the ring."
     )
 
 
