@@ -1,6 +1,7 @@
 """What the repository promises about itself: layers, sizes, and a README whose numbers come from results/."""
 
 import ast
+import importlib
 import re
 import subprocess
 from pathlib import Path
@@ -41,6 +42,12 @@ def test_kernels_never_import_transformers_and_have_no_init_file():
     assert not (ROOT / "kernels" / "__init__.py").exists(), "transformers executes a package called kernels"
     for path in [*(ROOT / "kernels").rglob("*.py"), *(ROOT / "quant").rglob("*.py")]:
         assert not re.search(r"^\s*(import|from) transformers", path.read_text(encoding="utf-8"), re.MULTILINE), path
+
+
+@pytest.mark.parametrize("oracle", ["modelopt.torch.quantization.qtensor", "ml_dtypes", "scipy", "triton"])
+def test_what_tests_compare_with_is_installed(oracle):
+    """Tests skip themselves without it; the test extra brings it, so in a checkout that means a broken setup."""
+    importlib.import_module(oracle)
 
 
 def test_files_stay_small():
