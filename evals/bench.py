@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arm", default="decoupled-nvfp4")
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(arguments)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does, before torch loads
+    os.environ.setdefault("GOMP_SPINCOUNT", "500")  # as the command line does, before torch loads
     try:
         found = scan_against_step(args.model, args.tokens, args.arm, args.step_tokens)
     except QuantizeStateError as error:

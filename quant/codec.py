@@ -19,7 +19,7 @@ from .scales import Scales
 
 __all__ = ["EncodedState", "encode", "fake_quantize"]
 
-CHUNK = 1 << 16
+CHUNK = 1 << 18
 """Elements worked on at a time on a CPU, so that the buffers stay in the second-level cache."""
 
 

@@ -10,11 +10,11 @@ from ...quant.state import DecodeState
 from ..fold.reference import fold
 from ..inputs import TokenInputs
 from ..readout.reference import readout
-from ..window.reference import FoldTerms, ReadTerms, Window, fold_terms, make_window, read_terms
+from ..window.reference import FoldTerms, Window, fold_terms, make_window, read_terms
 
 PIECE_TOKENS = 1024
 PIECE_ELEMENTS = 1 << 20
-"""Bounds of what is held at once: tokens whose coefficients, and state elements whose window starts, are kept."""
+"""Bounds of what is held at once: tokens whose coefficients are kept, and elements of window starts or of decays."""
 
 EXACT_CHUNK = {"head": 64, "channel": 16}
 """Tokens per fold of an FP32 recurrence that keeps no ring, by kind of decay: the same sums in another order, far fewer
@@ -29,7 +29,10 @@ def scan_windows(state: DecodeState, inputs: TokenInputs, slots: Tensor) -> Tens
     """
     chunked = state.policy.exact and state.policy.window == 1
     length = EXACT_CHUNK[state.spec.rules.decay] if chunked else state.policy.window
-    piece = length * max(1, min(PIECE_TOKENS // length, PIECE_ELEMENTS // (inputs.rows * state.spec.elements or 1)))
+    spec = state.spec
+    pairs = length * length * spec.heads * (spec.key_dim if spec.rules.decay == "channel" else 1)
+    elements = inputs.rows * max(spec.elements, pairs)
+    piece = length * max(1, min(PIECE_TOKENS // length, PIECE_ELEMENTS // (elements or 1)))
     carried = state.checkpoint[slots].decode()
     read: Tensor | None = state.read_source[slots].decode()
     outputs = []
@@ -71,20 +74,22 @@ def _piece(
         if rounds:
             starts[i + 1] = _rounded(state, ends[i], position + (i + 1) * length)
     state.position[slots] = position + inputs.tokens
-    y = window.q[..., -1:, :] @ ends.mT
-    if length > 1:
-        y = torch.cat([_read_windows(state, window, starts[:-1], read), y], dim=-2)
+    flushed = window.q[..., -1:, :] @ ends.mT
+    if length == 1:
+        y = flushed
+    else:
+        y = _read_windows(state, window, starts[:-1], read)
+        y[..., -1:, :] = flushed
     return y.permute(1, 0, 3, 2, 4).flatten(1, 2), ends[-1], starts[-1]
 
 
 def _read_windows(state: DecodeState, window: Window, starts: Tensor, read: Tensor | None) -> Tensor:
-    """Outputs [windows, B, H, L−1, V] of all tokens but the flushing ones, from each window's read source.
+    """Outputs [windows, B, H, L, V] of all tokens from each window's read source; the flushing ones are replaced later.
 
     ``starts`` [windows, B, H, V, K] are the checkpoints, ``read`` the copy of the first where it is given.
     """
     policy = state.policy
     terms = read_terms(window)
-    terms = ReadTerms(terms.theta[..., :-1, :], terms.c[..., :-1, :])
     if policy.read is not None:
         starts = fake_quantize(starts, *policy.how(policy.read), check_finite=False)
         if read is not None:

@@ -24,7 +24,7 @@ class Window:
 
     ``q``, ``k`` [*, H, L, K]; ``v`` [*, H, L, V]; ``beta`` [*, H, L]; ``from_start`` [*, H, L, 1 or K] is
     e^{G_t}, the decay from the checkpoint to token t; ``between`` [*, H, L, L, 1 or K] is e^{G_t − G_j} for
-    j ≤ t and zero above the diagonal. Each G_t − G_j is a sum of its own terms, not a difference of two
+    j ≤ t and one above the diagonal. Each G_t − G_j is a sum of its own terms, not a difference of two
     long sums, so a strong decay inside the window costs later tokens no precision and −inf is allowed.
     ``unit_lower`` [*, H, L, L] is I + A with A[t, j] = β_t·k_tᵀ·D_tj·k_j below the diagonal; None for Mamba-2.
     """
@@ -109,15 +109,21 @@ def make_window(
 
 
 def _sums_between(g: Tensor) -> Tensor:
-    """Σ g_i over j < i ≤ t as [*, L(t), L(j), D] from g [*, L, D]; −inf where j > t."""
+    """Σ g_i over j < i ≤ t as [*, L(t), L(j), D] from g [*, L, D]; zero where j ≥ t.
+
+    As a product with a matrix of zeros and ones, a window at a time, so that a window's bits do not depend on how
+    many are computed with it. A log-decay of −inf becomes −1e30, of which the same is left: nothing.
+    """
     length = g.shape[-2]
-    after = torch.ones(length, length, dtype=torch.bool, device=g.device).tril(-1)[..., None]
-    sums = torch.where(after, g[..., :, None, :], 0).cumsum(-3)
-    return torch.where(after.transpose(-3, -2), float("-inf"), sums)
+    index = torch.arange(length, device=g.device)
+    inside = (index[None, :, None] < index) & (index <= index[:, None, None])  # [t, j, i]
+    flat = g.clamp(min=-1e30).reshape(-1, length, g.shape[-1])
+    sums = torch.bmm(inside.to(g.dtype).view(1, length * length, length).expand(len(flat), -1, -1), flat)
+    return sums.view(*g.shape[:-2], length, length, g.shape[-1])
 
 
 def _decayed_dots(left: Tensor, right: Tensor, between: Tensor) -> Tensor:
-    """left_tᵀ·diag(e^{G_t−G_j})·right_j as [*, T, L]."""
+    """left_tᵀ·diag(e^{G_t−G_j})·right_j as [*, T, L], to be used where j ≤ t."""
     if between.shape[-1] == 1:
         return (left @ right.mT) * between[..., 0]
     return torch.einsum("...tk,...jk,...tjk->...tj", left, right, between)
@@ -126,11 +132,13 @@ def _decayed_dots(left: Tensor, right: Tensor, between: Tensor) -> Tensor:
 def read_terms(window: Window, row: Tensor | None = None) -> ReadTerms:
     """Θ and C of every token of the window, or of token ``row`` [*] of each alone (then T = 1)."""
     q, from_start, between = window.q, window.from_start, window.between
-    if row is not None:
+    if row is None:
+        c = _decayed_dots(q, window.k, between).tril_()
+    else:
         index = row[..., None, None, None]
         q, from_start = (t.take_along_dim(index, dim=-2) for t in (q, from_start))
-        between = between.take_along_dim(index[..., None], dim=-3)
-    c = _decayed_dots(q, window.k, between)
+        c = _decayed_dots(q, window.k, between.take_along_dim(index[..., None], dim=-3))
+        c = torch.where(torch.arange(c.shape[-1], device=c.device) <= index, c, 0)
     theta = from_start * q
     if window.unit_lower is None:
         return ReadTerms(theta, c * window.beta[..., None, :])
