@@ -23,9 +23,8 @@ class Window:
     """The tokens of a window as the recurrence sees them: normalised, one key per head, log-decays summed.
 
     ``q``, ``k`` [*, H, L, K]; ``v`` [*, H, L, V]; ``beta`` [*, H, L]; ``from_start`` [*, H, L, 1 or K] is
-    e^{G_t}, the decay from the checkpoint to token t; ``between`` [*, H, L, L, 1 or K] is e^{G_t − G_j} for
-    j ≤ t and one above the diagonal. Each G_t − G_j is a sum of its own terms, not a difference of two
-    long sums, so a strong decay inside the window costs later tokens no precision and −inf is allowed.
+    e^{G_t}, the decay from the checkpoint to token t, ``to_end`` [*, H, L, 1 or K] is e^{G_h − G_j}, from token j
+    to the last. ``b`` [*, H, L, L] is B, the queries' dot products with the decayed keys, zero above the diagonal.
     ``unit_lower`` [*, H, L, L] is I + A with A[t, j] = β_t·k_tᵀ·D_tj·k_j below the diagonal; None for Mamba-2.
     """
 
@@ -35,7 +34,8 @@ class Window:
     v: Tensor
     beta: Tensor
     from_start: Tensor
-    between: Tensor
+    to_end: Tensor
+    b: Tensor
     unit_lower: Tensor | None
 
 
@@ -100,12 +100,16 @@ def make_window(
     q, k, v = (t.transpose(-3, -2) for t in (q, k, v))
     beta = beta.transpose(-2, -1)
     g = g.transpose(-2, -1)[..., None] if g.dim() == beta.dim() else g.transpose(-3, -2)
+    # Each G_t − G_j is a sum of its own terms, not a difference of two long sums, so a strong decay inside the window
+    # costs later tokens no precision and −inf is allowed.
     between = _sums_between(g).exp_()
     unit_lower = None
     if spec.rules.delta_rule:
-        a = beta[..., None] * _decayed_dots(k, k, between)
-        unit_lower = a.tril_(-1).add_(torch.eye(a.shape[-1], dtype=dtype, device=a.device))
-    return Window(spec, q, k, v, beta, g.cumsum(-2).exp_(), between, unit_lower)
+        b, a = _decayed_dots((q, k), k, between)
+        unit_lower = (beta[..., None] * a).tril_(-1).add_(torch.eye(a.shape[-1], dtype=dtype, device=a.device))
+    else:
+        (b,) = _decayed_dots((q,), k, between)
+    return Window(spec, q, k, v, beta, g.cumsum(-2).exp_(), between[..., -1, :, :], b.tril(), unit_lower)
 
 
 def _sums_between(g: Tensor) -> Tensor:
@@ -122,23 +126,20 @@ def _sums_between(g: Tensor) -> Tensor:
     return sums.view(*g.shape[:-2], length, length, g.shape[-1])
 
 
-def _decayed_dots(left: Tensor, right: Tensor, between: Tensor) -> Tensor:
-    """left_tᵀ·diag(e^{G_t−G_j})·right_j as [*, T, L], to be used where j ≤ t."""
+def _decayed_dots(lefts: tuple[Tensor, ...], right: Tensor, between: Tensor) -> tuple[Tensor, ...]:
+    """left_tᵀ·diag(e^{G_t−G_j})·right_j as [*, L, L] for each of ``lefts``, to be used where j ≤ t."""
     if between.shape[-1] == 1:
-        return (left @ right.mT) * between[..., 0]
-    return torch.einsum("...tk,...jk,...tjk->...tj", left, right, between)
+        return tuple((left @ right.mT) * between[..., 0] for left in lefts)
+    as_seen = between * right[..., None, :, :]  # k_j as token t sees it, [*, t, j, K]
+    return (as_seen @ torch.stack(lefts, dim=-1)).unbind(-1)
 
 
 def read_terms(window: Window, row: Tensor | None = None) -> ReadTerms:
     """Θ and C of every token of the window, or of token ``row`` [*] of each alone (then T = 1)."""
-    q, from_start, between = window.q, window.from_start, window.between
-    if row is None:
-        c = _decayed_dots(q, window.k, between).tril_()
-    else:
+    q, from_start, c = window.q, window.from_start, window.b
+    if row is not None:
         index = row[..., None, None, None]
-        q, from_start = (t.take_along_dim(index, dim=-2) for t in (q, from_start))
-        c = _decayed_dots(q, window.k, between.take_along_dim(index[..., None], dim=-3))
-        c = torch.where(torch.arange(c.shape[-1], device=c.device) <= index, c, 0)
+        q, from_start, c = (t.take_along_dim(index, dim=-2) for t in (q, from_start, c))
     theta = from_start * q
     if window.unit_lower is None:
         return ReadTerms(theta, c * window.beta[..., None, :])
@@ -149,7 +150,7 @@ def read_terms(window: Window, row: Tensor | None = None) -> ReadTerms:
 
 def fold_terms(window: Window) -> FoldTerms:
     """What merges the whole window into its checkpoint."""
-    p = window.between[..., -1, :, :] * window.k
+    p = window.to_end * window.k
     x = None
     if window.unit_lower is not None:
         x = window.from_start * window.k
