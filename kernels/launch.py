@@ -1,7 +1,7 @@
 """The launch table: tile rows, warps and stages of every kernel, by format, shape and architecture.
 
 Data, filled by a sweep on the device; nothing is tuned while kernels run, since most of them write in place.
-The entries are first guesses, which a sweep on the device will replace.
+Measured on an H200 (2026-11-30, batch 256) where a line says so; the rest are guesses that a sweep will replace.
 """
 
 from __future__ import annotations
@@ -20,17 +20,14 @@ ANY = None
 
 @dataclass(frozen=True)
 class Launch:
-    """``rows`` and ``columns`` of a tile of the state, ``encode_rows`` of the fold's second tile, which has all
-    columns; ``programs``: how many persistent programs, at most."""
+    """``rows`` of a readout's tile of the state, or of the fold's encoder; ``columns`` of the fold's tile, which has
+    all rows; ``programs``: how many persistent programs of a fold, at most."""
 
     warps: int
     rows: int = 0
     columns: int = 0
-    encode_rows: int = 0
     stages: int = 1
     programs: int = 0
-    precision: str = "ieee"
-    """Of the FP32 dot products: ``ieee``, or ``tf32x3`` (three TF32 products, 2**-22) where a sweep finds it pays."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +45,14 @@ class Entry:
 
 TABLE: tuple[Entry, ...] = (
     # a head of Mamba-2 (64 × 128) is 4 KB of codes; 128 of them per thread spread what a program does but once
+    Entry(Launch(rows=128, warps=2), "readout", "nvfp4", value_dim=128),
     Entry(Launch(rows=64, warps=2), "readout", "nvfp4"),
     Entry(Launch(rows=64, warps=2), "readout", "mxfp4"),
     Entry(Launch(rows=32, warps=4), "readout", "fp32"),
     Entry(Launch(rows=32, warps=4), "readout"),
-    Entry(Launch(rows=16, columns=64, encode_rows=16, warps=8, programs=132 * 2), "fold", value_dim=80),
-    # GDN on an H200, batch 256, all rows flushing: 2,153 µs, against 3,549 with 8 warps (2026-11-30)
-    Entry(Launch(rows=64, columns=16, encode_rows=16, warps=4, stages=2, programs=132 * 2), "fold", value_dim=128),
-    # 4 state elements per thread of each FP32 product, whose operands take 16 registers an element: more would spill
-    Entry(Launch(rows=64, columns=16, encode_rows=16, warps=8, stages=2, programs=132 * 2), "fold"),
-    Entry(Launch(warps=1, columns=32), "window", "gdn"),  # whole step 145 µs on an H200, against 209 with 2 warps
-    Entry(Launch(warps=2, columns=32), "window"),
+    Entry(Launch(rows=16, columns=32, warps=4, programs=132 * 4), "fold", value_dim=64),
+    Entry(Launch(rows=32, columns=32, warps=4, programs=132 * 4), "fold"),
+    Entry(Launch(warps=1), "window"),
     Entry(Launch(warps=1), "plan"),
 )
 

@@ -54,6 +54,8 @@ def _named(state: DecodeState) -> dict[str, Tensor]:
     named |= {"cursor": state.cursor, "position": state.position}
     if state.decay_rate is not None:
         named["decay_rate"] = state.decay_rate
+    if state.spec.rules.delta_rule:
+        named["mix"] = sequence.mixing_of(state)
     return named
 
 
@@ -78,6 +80,7 @@ def _state(pool: list[Tensor], layer: _Layer) -> DecodeState:
         cursor=named["cursor"],
         position=named["position"],
         decay_rate=named.get("decay_rate"),
+        mix=named.get("mix"),
     )
 
 

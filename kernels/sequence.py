@@ -23,6 +23,7 @@ from .fold.triton import fold_kernel
 from .inputs import TokenInputs
 from .launch import find_launch, isa_of, run
 from .readout.triton import readout
+from .step import renew_mix
 from .window.triton import delta_window, mamba2_window, plan_kernel
 
 MAX_WINDOW = 64
@@ -46,10 +47,6 @@ def unsupported_layer(spec: LayerSpec, policy: StatePolicy) -> str | None:
     return None
 
 
-def padded_rows(value_dim: int) -> int:
-    return max(16, triton.next_power_of_2(value_dim))
-
-
 @dataclass(frozen=True)
 class Workspace:
     """What the launches of a step hand on, for up to ``batch`` rows; kept between steps under CUDA graphs."""
@@ -61,7 +58,7 @@ class Workspace:
     theta: Tensor
     gain: Tensor
     c: Tensor
-    mix: Tensor
+    start: Tensor
     status: Tensor
 
     @classmethod
@@ -76,9 +73,7 @@ class Workspace:
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
 
-        delta = spec.rules.delta_rule
-        padded = max(16, triton.next_power_of_2(window))
-        rows = spec.heads if delta else spec.key_heads
+        rows = spec.heads if spec.rules.delta_rule else spec.key_heads
         return cls(
             row=empty(batch, dtype=torch.int32),
             used=empty(batch, dtype=torch.int32),
@@ -87,7 +82,7 @@ class Workspace:
             theta=empty(batch, 1, rows, spec.key_dim, dtype=torch.float16 if half else torch.float32),
             gain=empty(batch, 1, spec.heads),
             c=empty(batch, 1, spec.heads, window),
-            mix=empty(*((batch, spec.heads, padded, padded) if delta else (1,))),
+            start=empty(batch, spec.heads, window),
             status=torch.zeros(1, dtype=torch.int64, device=device),
         )
 
@@ -139,8 +134,19 @@ def step(
     return out
 
 
+def mixing_of(state: DecodeState) -> Tensor:
+    """The rows of M of the tokens in the rings: made from the rings when the kernels first meet a state, then kept."""
+    if state.mix is None:
+        length = state.policy.window
+        state.mix = torch.zeros(state.slots, state.spec.heads, length, length, device=state.cursor.device)
+        renew_mix(state, torch.arange(state.slots, device=state.cursor.device), state.cursor.long())
+    return state.mix
+
+
 def plan(state: DecodeState, slots: Tensor, w: Workspace) -> None:
     """Who reads, who flushes, who is padding; cursors and positions move on."""
+    if state.spec.rules.delta_rule:
+        mixing_of(state)  # while the cursors still say what the rings hold
     batch = slots.shape[0]
     launch = find_launch("plan", "", 0, 0, isa_of(slots.device), batch)
     run(
@@ -151,37 +157,37 @@ def plan(state: DecodeState, slots: Tensor, w: Workspace) -> None:
 
 
 def window(state: DecodeState, inputs: TokenInputs, slots: Tensor, w: Workspace) -> None:
-    """Append the tokens to the rings; Θ, gain and C, or M, into the workspace."""
+    """Append the tokens to the rings, and their rows to M; Θ, gain and C into the workspace."""
     spec, ring = state.spec, state.ring
     isa = isa_of(slots.device)
     launch = find_launch("window", spec.family, spec.value_dim, spec.key_dim, isa, inputs.rows)
     length, group = state.policy.window, spec.heads // spec.key_heads
     t = tokens_of(inputs)
     common: dict[str, Any] = {
-        "K": spec.key_dim, "L": length, "LP": max(16, triton.next_power_of_2(length)), "GROUP": group,
-        "NORM": spec.qk_l2norm, "SCALE": spec.query_scale, "ROTATE": rotation_size(state),
-        "HALF": w.theta.element_size() == 2, "ISA": isa,
+        "K": spec.key_dim, "L": length, "LP": max(16, triton.next_power_of_2(length)), "T": 1, "GROUP": group,
+        "VP": triton.next_power_of_2(spec.value_dim), "NORM": spec.qk_l2norm, "SCALE": spec.query_scale,
+        "ROTATE": rotation_size(state), "HALF": w.theta.element_size() == 2, "ISA": isa,
     }  # fmt: skip
-    grid = (inputs.rows, spec.key_heads)
+    grid = (inputs.rows, spec.heads if spec.rules.delta_rule else spec.key_heads)
     sizes = (spec.heads, spec.key_heads, spec.value_dim)
     names = ("k", "v", "beta", "g") if spec.rules.delta_rule else ("k", "v", "beta")
     rings = tuple(ring[n] for n in names)
     ring_strides = tuple(slot_stride(ring[n], f"ring {n}") for n in names)
     token_strides = tuple(slot_stride(t[n], n) for n in ("q", *names))
     if spec.rules.delta_rule:
+        mix = mixing_of(state)
         run(
             delta_window, grid, launch,
-            t["q"], t["k"], t["v"], t["beta"], t["g"], *rings, slots, w.row, w.used, w.theta, w.gain, w.c, w.mix,
-            *token_strides, *ring_strides, *sizes, VP=triton.next_power_of_2(spec.value_dim),
-            CHANNEL=spec.rules.decay == "channel",
-            BK=min(launch.columns, spec.key_dim), PRECISION=launch.precision, **common,
+            t["q"], t["k"], t["v"], t["beta"], t["g"], *rings, mix, slots, w.row, w.used, w.theta, w.gain, w.c, w.start,
+            *token_strides, *ring_strides, slot_stride(mix, "mix"), *sizes,
+            CHANNEL=spec.rules.decay == "channel", **common,
         )  # fmt: skip
     else:
+        common["VP"] = triton.next_power_of_2(group * spec.value_dim)
         run(
             mamba2_window, grid, launch,
             t["q"], t["k"], t["v"], t["beta"], state.decay_rate, *rings, slots, w.row, w.used, w.theta, w.gain, w.c,
-            *token_strides, *ring_strides, *sizes, GP=triton.next_power_of_2(group),
-            VP=triton.next_power_of_2(group * spec.value_dim), **common,
+            *token_strides, *ring_strides, *sizes, GP=triton.next_power_of_2(group), **common,
         )  # fmt: skip
 
 
@@ -196,26 +202,27 @@ def fold(
     launch = find_launch("fold", format, spec.value_dim, spec.key_dim, isa, inputs.rows)
     views = kernel_views(source)
     t = tokens_of(inputs)
-    mamba2 = not spec.rules.delta_rule
-    g = ring["beta"] if mamba2 else ring["g"]
+    channel = spec.rules.decay == "channel"
+    g = ring["g"] if channel else w.gain
+    mix = mixing_of(state) if spec.rules.delta_rule else w.gain
     x, d = skip if skip is not None else (out, w.gain)
-    length = state.policy.window
+    length, rows = state.policy.window, max(16, triton.next_power_of_2(spec.value_dim))
     grid = (min(launch.programs, inputs.rows * spec.heads),)
     run(
         fold_kernel, grid, launch,
         state.checkpoint.codes, views.codes, views.row, views.block, views.total,
-        ring["k"], ring["v"], ring["beta"], g, state.decay_rate if mamba2 else w.gain, t["q"], w.mix,
+        ring["k"], ring["v"], g, w.c, w.start, w.gain, t["q"], mix,
         slots, w.flushing, w.count, x, d, out if gate is None else gate, out, w.status,
         slot_stride(state.checkpoint.codes, "checkpoint"),
         views.codes_stride, views.row_stride, views.block_stride, views.total_stride,
-        *(slot_stride(r, "ring") for r in (ring["k"], ring["v"], ring["beta"], g)), slot_stride(t["q"], "q"),
+        slot_stride(ring["k"], "ring k"), slot_stride(ring["v"], "ring v"), slot_stride(g, "ring g"),
+        slot_stride(mix, "mix"), slot_stride(t["q"], "q"),
         spec.heads, spec.key_heads,
-        V=spec.value_dim, K=spec.key_dim, L=length, LP=max(16, triton.next_power_of_2(length)),
-        R=min(launch.rows, padded_rows(spec.value_dim)), BK=min(launch.columns, spec.key_dim),
-        RE=min(launch.encode_rows, padded_rows(spec.value_dim)),
-        MAMBA2=mamba2, CHANNEL=spec.rules.decay == "channel", NORM=spec.qk_l2norm, SCALE=spec.query_scale,
+        V=spec.value_dim, VP=rows, K=spec.key_dim, BK=min(launch.columns, spec.key_dim), RE=min(launch.rows, rows),
+        L=length, LP=max(16, triton.next_power_of_2(length)),
+        MAMBA2=not spec.rules.delta_rule, CHANNEL=channel, NORM=spec.qk_l2norm, SCALE=spec.query_scale,
         FORMAT=format, FOUR_OVER_SIX=source.scale_rule == "four_over_six", ROTATE=rotation_size(state),
-        SKIP=skip is not None, GATE=gate is not None, PRECISION=launch.precision, ISA=isa,
+        SKIP=skip is not None, GATE=gate is not None, ISA=isa, STAGES=launch.stages,
         enable_fp_fusion=False,  # quant/scales.py rounds squares before it adds them
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from .fold.reference import fold
 from .inputs import TokenInputs, concat_tokens
 from .readout.reference import readout
 from .scan.reference import scan_windows
-from .window.reference import Window, fold_terms, make_window, read_terms
+from .window.reference import Window, fold_terms, make_window, mixing, read_terms
 
 
 def step(state: DecodeState, inputs: TokenInputs, slots: Tensor | None = None) -> Tensor:
@@ -156,6 +156,16 @@ def _append(state: DecodeState, inputs: TokenInputs, slots: Tensor, row: Tensor)
     rows = row[:, None] + torch.arange(inputs.tokens, device=row.device)
     for name, ring in state.ring.items():
         ring[slots[:, None], rows] = getattr(inputs, name).to(ring.dtype)
+    if state.mix is not None:
+        renew_mix(state, slots, row + inputs.tokens)
+
+
+def renew_mix(state: DecodeState, slots: Tensor, used: Tensor) -> None:
+    """Make the rows of M in ``state.mix`` those of the first ``used`` [n] tokens in the rings of ``slots`` [n]."""
+    assert state.mix is not None
+    rows = {name: ring[slots] for name, ring in state.ring.items()}
+    window = make_window(state.spec, TokenInputs(q=torch.zeros_like(rows["k"]), **rows), used=used)
+    state.mix[slots] = mixing(window)
 
 
 def _ring_inputs(state: DecodeState, slots: Tensor, fill: int, like: TokenInputs) -> TokenInputs:

@@ -25,7 +25,9 @@ class DecodeState:
     low-precision encoding, or None where outputs read the checkpoint itself. ``ring`` holds the raw inputs
     since then: ``v`` [slots, L, H, V], ``k`` [slots, L, Hk, K], ``beta`` [slots, L, H] and, but for Mamba-2,
     ``g`` [slots, L, H] or [slots, L, H, K]. ``cursor`` [slots] counts the tokens in the ring, ``position``
-    [slots] all tokens seen. ``decay_rate`` [H] is Mamba-2's A, a constant of the layer.
+    [slots] all tokens seen. ``decay_rate`` [H] is Mamba-2's A, a constant of the layer. ``mix`` [slots, H, L, L] is
+    what the kernels keep of the delta rule between tokens, the rows of M = (I + A)⁻¹·diag(β) of the tokens in the ring:
+    a function of the ring, float32, None until a kernel first steps.
     """
 
     spec: LayerSpec
@@ -37,6 +39,7 @@ class DecodeState:
     cursor: Tensor
     position: Tensor
     decay_rate: Tensor | None = None
+    mix: Tensor | None = None
 
     @classmethod
     def allocate(
@@ -153,11 +156,13 @@ class DecodeState:
             cursor=tensor(self.cursor),
             position=tensor(self.position),
             decay_rate=self.decay_rate,
+            mix=None if self.mix is None else tensor(self.mix),
         )
 
     def state_bytes(self) -> dict[str, int]:
         """Bytes that the slots occupy: checkpoint, copy, ring (with cursors) and their total."""
-        ring = sum(t.numel() * t.element_size() for t in (*self.ring.values(), self.cursor, self.position))
+        kept = (*self.ring.values(), self.cursor, self.position, *(() if self.mix is None else (self.mix,)))
+        ring = sum(t.numel() * t.element_size() for t in kept)
         parts = {
             "checkpoint": self.checkpoint.nbytes,
             "copy": 0 if self.copy is None else self.copy.nbytes,

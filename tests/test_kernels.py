@@ -73,7 +73,7 @@ def both_step(state, inputs, slots, tokens=1, half=None):
     clone = state.clone()
     expected = reference_step(clone, inputs, torch.tensor(slots))
     workspace = sequence.Workspace.allocate(state, len(slots), half=half)
-    for t in (workspace.theta, workspace.gain, workspace.c, workspace.mix):
+    for t in (workspace.theta, workspace.gain, workspace.c, workspace.start):
         t.fill_(float("nan"))
     out = torch.full_like(expected, float("nan"))
     sequence.step(state, inputs, torch.tensor(slots), workspace=workspace, out=out)

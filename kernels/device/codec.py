@@ -76,6 +76,12 @@ def e4m3_scale(b_code):
 
 
 @triton.jit
+def e4m3_scale_code(b_scale):
+    """The inverse of ``e4m3_scale``, for numbers that E4M3 holds (int32)."""
+    return float_bits(b_scale * 2.0**-120) >> 20
+
+
+@triton.jit
 def e8m0_scale(b_code):
     """E8M0 codes (uint8, at least 1: no scale is below 2**-126) to float32."""
     return bits_float(b_code.to(tl.int32) << 23)
@@ -106,8 +112,8 @@ def block_amax(b_a, BLOCK: tl.constexpr):
 
 @triton.jit
 def tile_amax(b_x):
-    """The largest magnitude of [R, K], as [1, 1]."""
-    return tl.max(tl.max(tl.abs(b_x), axis=1, keep_dims=True), axis=0, keep_dims=True)
+    """The largest magnitude of [R, K]: a scalar, which has no layout that others would have to follow."""
+    return tl.max(tl.max(tl.abs(b_x), axis=1), axis=0)
 
 
 @triton.jit
@@ -116,6 +122,25 @@ def over_blocks(b_s, BLOCK: tl.constexpr):
     R: tl.constexpr = b_s.shape[0]
     N: tl.constexpr = b_s.shape[1]
     return tl.reshape(tl.broadcast_to(b_s[:, :, None], [R, N, BLOCK]), [R, N * BLOCK])
+
+
+@triton.jit
+def quotient(b_x, b_multiplier, BLOCK: tl.constexpr, ISA: tl.constexpr):
+    """b_x [R, K] over its blocks' multipliers [R, K / BLOCK], rounded as a division, by one division per block.
+
+    Markstein: from the rounded reciprocal, one correction by the exact residual gives the rounded quotient. No residual
+    may be lost below 2**-149, so where multipliers are tiny, both sides are scaled by a power of two first. The
+    interpreter's fused multiply-add rounds twice; it, and plain Triton, divide.
+    """
+    if ISA >= 90:
+        b_power = tl.where(b_multiplier < 2.0**-64, 2.0**64, 1.0)
+        b_m = b_multiplier * b_power
+        b_inverse = over_blocks(tl.div_rn(tl.full(b_m.shape, 1.0, tl.float32), b_m), BLOCK)
+        b_x = b_x * over_blocks(b_power, BLOCK)
+        b_q = b_x * b_inverse
+        return tl.fma(tl.fma(-b_q, over_blocks(b_m, BLOCK), b_x), b_inverse, b_q)
+    else:
+        return tl.div_rn(b_x, over_blocks(b_multiplier, BLOCK))
 
 
 @triton.jit
@@ -137,12 +162,12 @@ def _e4m3_round(b_raw):
 
 
 @triton.jit
-def _fitting_error(b_a, b_multiplier):
+def _fitting_error(b_a, b_multiplier, ISA: tl.constexpr):
     """Σ(v − round(v))² over blocks of 16, v = a / multiplier, as [R, N]. The order of the sum decides bits:
     element i + 8 is added to element i, then 4, 2, 1 (quant/scales.py, tree_sum); each is a sum of two."""
     R: tl.constexpr = b_a.shape[0]
     N: tl.constexpr = b_multiplier.shape[1]
-    b_v = tl.div_rn(b_a, over_blocks(b_multiplier, 16))
+    b_v = quotient(b_a, b_multiplier, 16, ISA)
     b_e = round_grid(b_v, 1, 0, 6.0) - b_v
     b_e = b_e * b_e
     for i in tl.static_range(4):
@@ -151,20 +176,29 @@ def _fitting_error(b_a, b_multiplier):
 
 
 @triton.jit
-def two_level_scale(b_a, b_top, FOUR_OVER_SIX: tl.constexpr):
-    """NVFP4's scales of magnitudes [R, K] of a head whose largest is b_top [1, 1]: the blocks' scales and maxima
-    [R, K / 16], and the head's scale [1, 1]."""
+def two_level_scale(b_a, b_top, FOUR_OVER_SIX: tl.constexpr, ISA: tl.constexpr):
+    """NVFP4's scales of magnitudes [R, K] of a head whose largest is b_top (a scalar): the blocks' scales and maxima
+    [R, K / 16], and the head's scale."""
     b_amax = block_amax(b_a, 16)
     CEILING: tl.constexpr = 256.0 if FOUR_OVER_SIX else 448.0
-    b_total = tl.div_rn(b_top, tl.full([1, 1], 6.0 * CEILING, tl.float32))
+    b_total = tl.div_rn(b_top, 6.0 * CEILING)
     b_total = tl.minimum(tl.maximum(b_total, SMALLEST), LARGEST / (6.0 * 448.0))
-    b_scale = _e4m3_round(tl.div_rn(b_amax, tl.broadcast_to(b_total * 6.0, b_amax.shape)))
+    b_scale = _e4m3_round(tl.div_rn(b_amax, b_total * 6.0))
     if FOUR_OVER_SIX:
-        b_wide = _e4m3_round(tl.div_rn(b_amax, tl.broadcast_to(b_total * 4.0, b_amax.shape)))
-        b_narrow_error = _fitting_error(b_a, b_scale * b_total) * (b_scale * b_scale)
-        b_wide_error = _fitting_error(b_a, b_wide * b_total) * (b_wide * b_wide)
+        b_wide = _e4m3_round(tl.div_rn(b_amax, b_total * 4.0))
+        b_narrow_error = _fitting_error(b_a, b_scale * b_total, ISA) * (b_scale * b_scale)
+        b_wide_error = _fitting_error(b_a, b_wide * b_total, ISA) * (b_wide * b_wide)
         b_scale = tl.where(b_wide_error < b_narrow_error, b_wide, b_scale)
     return b_scale, b_amax, b_total
+
+
+@triton.jit
+def e2m1_code(b_a):
+    """Codes (int32) of magnitudes b_a: what ``grid_code(b_a, 1, 0, 6.0)`` gives, by one addition whose last bits count
+    the steps of its binade from code zero on."""
+    b_a = tl.minimum(b_a, 6.0)
+    b_magic = tl.where(b_a < 2.0, 6291456.0, tl.where(b_a < 4.0, 12582914.0, 25165832.0))
+    return float_bits(b_a + b_magic) & 7
 
 
 @triton.jit
@@ -172,13 +206,12 @@ def e2m1_pack(b_x, b_multiplier, BLOCK: tl.constexpr, ISA: tl.constexpr):
     """Numbers [R, K] over their blocks' multipliers to E2M1, two per byte, the even one in the low nibble."""
     R: tl.constexpr = b_x.shape[0]
     K: tl.constexpr = b_x.shape[1]
-    b_multiplier = over_blocks(b_multiplier, BLOCK)
+    b_q = quotient(b_x, b_multiplier, BLOCK, ISA)
     if ISA >= 100:
-        b_even, b_odd = tl.split(tl.reshape(tl.div_rn(b_x, b_multiplier), [R, K // 2, 2]))
+        b_even, b_odd = tl.split(tl.reshape(b_q, [R, K // 2, 2]))
         return tl.inline_asm_elementwise(E2M1_PTX, "=r,f,f,f,f,f,f,f,f", [b_even, b_odd], tl.uint8, True, 4)
     else:
-        b_code = grid_code(tl.div_rn(tl.abs(b_x), b_multiplier), 1, 0, 6.0)
-        b_code = b_code | ((float_bits(b_x) >> 28) & 8)
+        b_code = e2m1_code(tl.abs(b_q)) | ((float_bits(b_x) >> 28) & 8)
         b_even, b_odd = tl.split(tl.reshape(b_code, [R, K // 2, 2]))
         return (b_even | (b_odd << 4)).to(tl.uint8)
 

@@ -12,12 +12,14 @@ from .codec import (
     e2m1_pack,
     e2m1_value,
     e4m3_scale,
+    e4m3_scale_code,
     e4m3_value,
     e8m0_scale,
     float_bits,
     grid_code,
     over_blocks,
     power_of_two_scale,
+    quotient,
     row_scale,
     two_level_scale,
 )
@@ -31,7 +33,7 @@ def store_tile(
 ):  # fmt: skip
     """Encode b_x [R, K] float32 and store codes and scales. Rows outside m_rows must hold zeros.
 
-    For nvfp4, b_top [1, 1] is the largest magnitude of the whole head, and p_total points at the head's scale.
+    For nvfp4, the scalar b_top is the largest magnitude of the whole head, and p_total points at the head's scale.
     """
     K: tl.constexpr = b_x.shape[1]
     m_x = m_rows[:, None]
@@ -46,29 +48,29 @@ def store_tile(
         tl.store(p_codes + o_x, bf16_bits(b_x), mask=m_x)
     elif FORMAT == "fp8_e4m3":
         b_row = row_scale(tl.max(b_a, axis=1), 448.0)
-        b_code = grid_code(tl.div_rn(b_a, tl.broadcast_to(b_row[:, None], b_a.shape)), 3, -6, 448.0) | b_sign
+        b_code = grid_code(quotient(b_a, b_row[:, None], K, ISA), 3, -6, 448.0) | b_sign
         tl.store(p_codes + o_x, b_code.to(tl.uint8), mask=m_x)
         tl.store(p_row + o_rows, b_row, mask=m_rows)
     elif FORMAT == "int8":
         b_row = row_scale(tl.max(b_a, axis=1), 127.0)
-        b_code = grid_code(tl.div_rn(b_a, tl.broadcast_to(b_row[:, None], b_a.shape)), 7, 7, 127.0)
+        b_code = grid_code(quotient(b_a, b_row[:, None], K, ISA), 7, 7, 127.0)
         tl.store(p_codes + o_x, tl.where(b_sign != 0, -b_code, b_code).to(tl.int8), mask=m_x)
         tl.store(p_row + o_rows, b_row, mask=m_rows)
     else:
         BLOCK: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
         if FORMAT == "nvfp4":
-            b_scale, b_amax, b_total = two_level_scale(b_a, b_top, FOUR_OVER_SIX)
+            b_scale, b_amax, b_total = two_level_scale(b_a, b_top, FOUR_OVER_SIX, ISA)
             b_multiplier = b_scale * b_total
             # an all-zero block has scale 1
-            b_stored = grid_code(tl.where(b_amax == 0.0, 1.0, b_scale), 3, -6, 448.0)
-            tl.store(p_total + tl.zeros([1, 1], tl.int32), b_total)
+            b_stored = e4m3_scale_code(tl.where(b_amax == 0.0, 1.0, b_scale))
+            tl.store(p_total, b_total)
         else:
             b_multiplier = power_of_two_scale(block_amax(b_a, 32), 2 if FORMAT == "mxfp4" else 8)
             b_stored = float_bits(b_multiplier) >> 23
         o_s = o_rows[:, None] * (K // BLOCK) + tl.arange(0, K // BLOCK)[None, :]
         tl.store(p_block + o_s, b_stored.to(tl.uint8), mask=m_x)
         if FORMAT == "mxfp8":
-            b_code = grid_code(tl.div_rn(b_a, over_blocks(b_multiplier, 32)), 3, -6, 448.0) | b_sign
+            b_code = grid_code(quotient(b_a, b_multiplier, 32, ISA), 3, -6, 448.0) | b_sign
             tl.store(p_codes + o_x, b_code.to(tl.uint8), mask=m_x)
         else:
             o_x = o_rows[:, None] * (K // 2) + tl.arange(0, K // 2)[None, :]

@@ -9,7 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...quant.encoded import EncodedState
-from ..device.codec import bits_float, float_bits, over_blocks
+from ..device.codec import over_blocks
+from ..device.dot import weighted_rows
 from ..device.fp4 import UNIT_CONVERTED, UNIT_MOVED, block_pairs, pairs_dot
 from ..device.targets import tl, triton
 from ..device.tile import load_block_scales, load_e2m1, load_plain
@@ -27,26 +28,6 @@ def _dot_theta(b_x, b_theta, b_scale, BLOCK: tl.constexpr):
         return tl.sum(tl.sum(tl.reshape(b_p, [R, K // BLOCK, BLOCK]), axis=2) * b_scale, axis=1)
     else:
         return tl.sum(b_p, axis=1)
-
-
-@triton.jit
-def _ring_dot(b_v, b_c, ISA: tl.constexpr):
-    """Σ_j v_j·c_j of bfloat16 rows b_v [LP, R] and float32 b_c [LP], as eight partial sums [R, 8].
-
-    One matrix instruction instead of sums across lanes and warps, and as exact as FP32: c is cut into three bfloat16
-    parts, eight bits each, one per column, so all products are exact. The interpreter's bfloat16 products are wrong;
-    it gets the same parts as float32.
-    """
-    b_high = bits_float(float_bits(b_c) & -65536)
-    b_mid = bits_float(float_bits(b_c - b_high) & -65536)
-    o_n = tl.arange(0, 8)[None, :]
-    b_parts = tl.where(o_n == 0, b_high[:, None], 0.0)
-    b_parts = tl.where(o_n == 1, b_mid[:, None], b_parts)
-    b_parts = tl.where(o_n == 2, (b_c - b_high - b_mid)[:, None], b_parts)
-    if ISA >= 90:
-        return tl.dot(tl.trans(b_v), b_parts.to(tl.bfloat16))
-    else:
-        return tl.dot(tl.trans(b_v).to(tl.float32), b_parts, input_precision="ieee")
 
 
 @triton.jit
@@ -121,10 +102,7 @@ def readout_kernel(
             b_y = _dot_theta(b_s, tl.load(p_q + tl.arange(0, K)), b_scale, BLOCK)
         b_y *= b_unit * tl.load(p_gain + i_head)
         b_c = tl.load(p_c + i_head.to(tl.int64) * L + o_l, mask=m_l, other=0.0)
-        if b_v.dtype == tl.bfloat16:
-            b_y += tl.sum(_ring_dot(b_v, b_c, ISA), axis=1)
-        else:
-            b_y += tl.sum(b_v.to(tl.float32) * b_c[:, None], axis=0)
+        b_y += weighted_rows(b_v, b_c, ISA)
         o_y = i_head.to(tl.int64) * V + o_v
         if SKIP:
             b_y += tl.load(p_d + i_h).to(tl.float32) * tl.load(p_x + o_y, mask=m_v, other=0.0).to(tl.float32)

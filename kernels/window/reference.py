@@ -156,3 +156,13 @@ def fold_terms(window: Window) -> FoldTerms:
         x = window.from_start * window.k
         p = torch.linalg.solve_triangular(window.unit_lower.mT, p, upper=True, unitriangular=True)
     return FoldTerms(window.from_start[..., -1, :], x, p * window.beta[..., None])
+
+
+def mixing(window: Window) -> Tensor:
+    """M = (I + A)⁻¹·diag(β) of a window of the delta rule, [*, H, L, L]."""
+    assert window.unit_lower is not None, "Mamba-2 has no A"
+    identity = torch.eye(window.beta.shape[-1], dtype=window.beta.dtype, device=window.beta.device)
+    inverse = torch.linalg.solve_triangular(
+        window.unit_lower, identity.expand_as(window.unit_lower), upper=False, unitriangular=True
+    )
+    return inverse * window.beta[..., None, :]
