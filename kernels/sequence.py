@@ -1,6 +1,8 @@
-"""One decode step as four launches: plan, window, readout, fold. No host synchronisation, so it can be captured.
+"""Decode as a few launches without host synchronisation, so that it can be captured.
 
-``step`` here has the arithmetic of ``kernels.step.step`` and changes the same DecodeState in place.
+``step`` is plan, window, readout, fold: the arithmetic of ``kernels.step.step``, on the same DecodeState in place.
+``verify`` takes drafts too, as kernels/speculative.py's: plan, window and fold of the rows that close their window,
+then window and readout of all other tokens, several queries a row from one reading of the copy.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from .inputs import TokenInputs
 from .launch import find_launch, isa_of, run
 from .readout.triton import readout
 from .step import renew_mix
-from .window.triton import delta_window, mamba2_window, plan_kernel
+from .window.triton import delta_window, mamba2_window, plan_kernel, verify_plan_kernel
 
 MAX_WINDOW = 64
 
@@ -49,10 +51,15 @@ def unsupported_layer(spec: LayerSpec, policy: StatePolicy) -> str | None:
 
 @dataclass(frozen=True)
 class Workspace:
-    """What the launches of a step hand on, for up to ``batch`` rows; kept between steps under CUDA graphs."""
+    """What the launches of a step hand on, for up to ``batch`` rows of ``tokens`` each; kept between steps under CUDA
+    graphs. ``row`` and ``used`` are orders of the plan (kernels/window/triton.py), ``closing`` and ``none`` those for
+    the rows that a verification flushes, ``verified`` how many of their tokens rows verified."""
 
     row: Tensor
     used: Tensor
+    closing: Tensor
+    none: Tensor
+    verified: Tensor
     flushing: Tensor
     count: Tensor
     theta: Tensor
@@ -62,7 +69,7 @@ class Workspace:
     status: Tensor
 
     @classmethod
-    def allocate(cls, state: DecodeState, batch: int, *, half: bool | None = None) -> Workspace:
+    def allocate(cls, state: DecodeState, batch: int, *, tokens: int = 1, half: bool | None = None) -> Workspace:
         """``half``: Θ in float16, the default for 4-bit reads; for them alone."""
         spec, window, device = state.spec, state.policy.window, state.cursor.device
         four_bit = FORMATS[state.read_source.format].bits == 4
@@ -75,13 +82,14 @@ class Workspace:
 
         rows = spec.heads if spec.rules.delta_rule else spec.key_heads
         return cls(
-            row=empty(batch, dtype=torch.int32),
-            used=empty(batch, dtype=torch.int32),
-            flushing=empty(batch, dtype=torch.int32),
+            **{
+                name: empty(batch, dtype=torch.int32)
+                for name in ("row", "used", "closing", "none", "verified", "flushing")
+            },
             count=torch.zeros(1, dtype=torch.int32, device=device),
-            theta=empty(batch, 1, rows, spec.key_dim, dtype=torch.float16 if half else torch.float32),
-            gain=empty(batch, 1, spec.heads),
-            c=empty(batch, 1, spec.heads, window),
+            theta=empty(batch, tokens, rows, spec.key_dim, dtype=torch.float16 if half else torch.float32),
+            gain=empty(batch, tokens, spec.heads),
+            c=empty(batch, tokens, spec.heads, window),
             start=empty(batch, spec.heads, window),
             status=torch.zeros(1, dtype=torch.int64, device=device),
         )
@@ -119,19 +127,63 @@ def step(
     ``skip`` (x [B, 1, H, V], D [H]) and ``gate`` [B, 1, H, V] as in ``readout``. Slots are not checked: two rows
     with one slot race.
     """
-    batch, device = inputs.rows, inputs.v.device
-    slots = torch.arange(batch, dtype=torch.int32, device=device) if slots is None else slots.to(torch.int32)
-    w = Workspace.allocate(state, batch) if workspace is None else workspace
-    if out is None:
-        out = torch.zeros(batch, 1, state.spec.heads, state.spec.value_dim, device=device)
+    if inputs.tokens != 1:
+        raise InvalidValueError(f"step takes one token per row and was given {inputs.tokens}")
+    slots, w, out = _prepared(state, inputs, slots, workspace, out)
     plan(state, slots, w)
     window(state, inputs, slots, w)
     readout(
-        state.read_source, state.ring["v"], w.theta[:batch], w.gain[:batch], w.c[:batch], slots, w.used, out,
-        skip=skip, gate=gate,
+        state.read_source, state.ring["v"], w.theta[: inputs.rows], w.gain[: inputs.rows], w.c[: inputs.rows], slots,
+        w.used, out, skip=skip, gate=gate,
     )  # fmt: skip
     fold(state, inputs, slots, w, out, skip=skip, gate=gate)
     return out
+
+
+def verify(
+    state: DecodeState,
+    inputs: TokenInputs,
+    slots: Tensor | None = None,
+    *,
+    early: bool = False,
+    workspace: Workspace | None = None,
+    out: Tensor | None = None,
+    skip: tuple[Tensor, Tensor] | None = None,
+    gate: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """A certain token and drafts for each row: outputs [B, T, H, V] and how many tokens of each row are verified.
+
+    As kernels/speculative.py's ``verify``, whose ``accept_on_device`` commits them; outputs of tokens that are not
+    verified are zeros, or what ``out`` held. A row whose last verification was not accepted verifies nothing.
+    """
+    slots, w, out = _prepared(state, inputs, slots, workspace, out)
+    batch = inputs.rows
+    if state.spec.rules.delta_rule:
+        mixing_of(state)
+    run(
+        verify_plan_kernel, (1,), find_launch("plan", "", 0, 0, isa_of(slots.device), batch),
+        slots, state.cursor, w.closing, w.row, w.none, w.used, w.verified, w.flushing, w.count, batch, inputs.tokens,
+        L=state.policy.window, BP=triton.next_power_of_2(batch), EARLY=early,
+    )  # fmt: skip
+    window(state, inputs, slots, w, row=w.closing, used=w.none)
+    fold(state, inputs, slots, w, out, row=w.closing, skip=skip, gate=gate)
+    window(state, inputs, slots, w)
+    readout(
+        state.read_source, state.ring["v"], w.theta[:batch], w.gain[:batch], w.c[:batch], slots, w.used, out,
+        row=w.row, skip=skip, gate=gate,
+    )  # fmt: skip
+    return out, w.verified[:batch]
+
+
+def _prepared(
+    state: DecodeState, inputs: TokenInputs, slots: Tensor | None, workspace: Workspace | None, out: Tensor | None
+) -> tuple[Tensor, Workspace, Tensor]:
+    batch, tokens, device = inputs.rows, inputs.tokens, inputs.v.device
+    slots = torch.arange(batch, dtype=torch.int32, device=device) if slots is None else slots.to(torch.int32)
+    workspace = Workspace.allocate(state, batch, tokens=tokens) if workspace is None else workspace
+    if out is None:
+        out = torch.zeros(batch, tokens, state.spec.heads, state.spec.value_dim, device=device)
+    return slots, workspace, out
 
 
 def mixing_of(state: DecodeState) -> Tensor:
@@ -156,16 +208,21 @@ def plan(state: DecodeState, slots: Tensor, w: Workspace) -> None:
     )  # fmt: skip
 
 
-def window(state: DecodeState, inputs: TokenInputs, slots: Tensor, w: Workspace) -> None:
-    """Append the tokens to the rings, and their rows to M; Θ, gain and C into the workspace."""
+def window(
+    state: DecodeState, inputs: TokenInputs, slots: Tensor, w: Workspace,
+    *, row: Tensor | None = None, used: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Append the tokens to the rings, and their rows to M; Θ, gain and C into the workspace. By other orders than
+    the workspace's where ``row`` and ``used`` are given."""
+    orders = (slots, w.row if row is None else row, w.used if used is None else used)
     spec, ring = state.spec, state.ring
     isa = isa_of(slots.device)
     launch = find_launch("window", spec.family, spec.value_dim, spec.key_dim, isa, inputs.rows)
     length, group = state.policy.window, spec.heads // spec.key_heads
     t = tokens_of(inputs)
     common: dict[str, Any] = {
-        "K": spec.key_dim, "L": length, "LP": max(16, triton.next_power_of_2(length)), "T": 1, "GROUP": group,
-        "VP": triton.next_power_of_2(spec.value_dim), "NORM": spec.qk_l2norm, "SCALE": spec.query_scale,
+        "K": spec.key_dim, "L": length, "LP": max(16, triton.next_power_of_2(length)), "T": inputs.tokens,
+        "GROUP": group, "VP": triton.next_power_of_2(spec.value_dim), "NORM": spec.qk_l2norm, "SCALE": spec.query_scale,
         "ROTATE": rotation_size(state), "HALF": w.theta.element_size() == 2, "ISA": isa,
     }  # fmt: skip
     grid = (inputs.rows, spec.heads if spec.rules.delta_rule else spec.key_heads)
@@ -178,7 +235,7 @@ def window(state: DecodeState, inputs: TokenInputs, slots: Tensor, w: Workspace)
         mix = mixing_of(state)
         run(
             delta_window, grid, launch,
-            t["q"], t["k"], t["v"], t["beta"], t["g"], *rings, mix, slots, w.row, w.used, w.theta, w.gain, w.c, w.start,
+            t["q"], t["k"], t["v"], t["beta"], t["g"], *rings, mix, *orders, w.theta, w.gain, w.c, w.start,
             *token_strides, *ring_strides, slot_stride(mix, "mix"), *sizes,
             CHANNEL=spec.rules.decay == "channel", **common,
         )  # fmt: skip
@@ -186,16 +243,16 @@ def window(state: DecodeState, inputs: TokenInputs, slots: Tensor, w: Workspace)
         common["VP"] = triton.next_power_of_2(group * spec.value_dim)
         run(
             mamba2_window, grid, launch,
-            t["q"], t["k"], t["v"], t["beta"], state.decay_rate, *rings, slots, w.row, w.used, w.theta, w.gain, w.c,
+            t["q"], t["k"], t["v"], t["beta"], state.decay_rate, *rings, *orders, w.theta, w.gain, w.c,
             *token_strides, *ring_strides, *sizes, GP=triton.next_power_of_2(group), **common,
         )  # fmt: skip
 
 
 def fold(
     state: DecodeState, inputs: TokenInputs, slots: Tensor, w: Workspace, out: Tensor,
-    *, skip: tuple[Tensor, Tensor] | None = None, gate: Tensor | None = None,
+    *, row: Tensor | None = None, skip: tuple[Tensor, Tensor] | None = None, gate: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fold, renew the copy and write the outputs of the rows that flush."""
+    """Fold, renew the copy and write the first outputs of the rows that flush, with their rings up to ``row``."""
     spec, ring, source = state.spec, state.ring, state.read_source
     isa = isa_of(slots.device)
     format = "none" if state.copy is None else source.format
@@ -212,14 +269,14 @@ def fold(
         fold_kernel, grid, launch,
         state.checkpoint.codes, views.codes, views.row, views.block, views.total,
         ring["k"], ring["v"], g, w.c, w.start, w.gain, t["q"], mix,
-        slots, w.flushing, w.count, x, d, out if gate is None else gate, out, w.status,
+        slots, w.flushing, w.count, w.row if row is None else row, x, d, out if gate is None else gate, out, w.status,
         slot_stride(state.checkpoint.codes, "checkpoint"),
         views.codes_stride, views.row_stride, views.block_stride, views.total_stride,
         slot_stride(ring["k"], "ring k"), slot_stride(ring["v"], "ring v"), slot_stride(g, "ring g"),
         slot_stride(mix, "mix"), slot_stride(t["q"], "q"),
         spec.heads, spec.key_heads,
-        V=spec.value_dim, VP=rows, K=spec.key_dim, BK=min(launch.columns, spec.key_dim), RE=min(launch.rows, rows),
-        L=length, LP=max(16, triton.next_power_of_2(length)),
+        T=inputs.tokens, V=spec.value_dim, VP=rows, K=spec.key_dim, BK=min(launch.columns, spec.key_dim),
+        RE=min(launch.rows, rows), L=length, LP=max(16, triton.next_power_of_2(length)),
         MAMBA2=not spec.rules.delta_rule, CHANNEL=channel, NORM=spec.qk_l2norm, SCALE=spec.query_scale,
         FORMAT=format, FOUR_OVER_SIX=source.scale_rule == "four_over_six", ROTATE=rotation_size(state),
         SKIP=skip is not None, GATE=gate is not None, ISA=isa, STAGES=launch.stages,
@@ -228,7 +285,5 @@ def fold(
 
 
 def tokens_of(inputs: TokenInputs) -> dict[str, Tensor]:
-    """The one token of each row, [B, heads, ...]; any batch stride."""
-    if inputs.tokens != 1:
-        raise InvalidValueError(f"step takes one token per row and was given {inputs.tokens}")
-    return {name: t[:, 0] for name, t in vars(inputs).items() if t is not None}
+    """The tokens [B, T, heads, ...], by name; any batch stride."""
+    return {name: t for name, t in vars(inputs).items() if t is not None}

@@ -21,20 +21,20 @@ from ..device.tile import store_tile
 
 @triton.jit
 def _keys(
-    p_k, p_g, b_scale, i_c, s_k, s_g,
-    L: tl.constexpr, LP: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr, LAST: tl.constexpr,
+    p_k, p_g, b_scale, i_c, s_k, s_g, i_rows,
+    LP: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Columns i_c to i_c + BK of X, or with LAST of W, [LP, BK]: keys times b_scale [LP], and where each channel has
     its log-decay, e^G_j, or with LAST e^(G_h − G_j), the sum of what comes after j."""
     o_l = tl.arange(0, LP)[:, None]
     o_c = i_c + tl.arange(0, BK)[None, :]
-    b_k = tl.load(p_k + o_l * s_k + o_c, mask=o_l < L, other=0.0).to(tl.float32) * b_scale[:, None]
+    b_k = tl.load(p_k + o_l * s_k + o_c, mask=o_l < i_rows, other=0.0).to(tl.float32) * b_scale[:, None]
     if CHANNEL:
         if LAST:
-            b_g = tl.load(p_g + (o_l + 1) * s_g + o_c, mask=o_l + 1 < L, other=0.0)
+            b_g = tl.load(p_g + (o_l + 1) * s_g + o_c, mask=o_l + 1 < i_rows, other=0.0)
             b_k *= tl.exp(tl.cumsum(b_g, axis=0, reverse=True))
         else:
-            b_k *= tl.exp(tl.cumsum(tl.load(p_g + o_l * s_g + o_c, mask=o_l < L, other=0.0), axis=0))
+            b_k *= tl.exp(tl.cumsum(tl.load(p_g + o_l * s_g + o_c, mask=o_l < i_rows, other=0.0), axis=0))
     return b_k
 
 
@@ -45,24 +45,23 @@ def fold_kernel(
     p_ring_k, p_ring_v, p_ring_g,  # p_ring_g where each channel has its log-decay
     p_after, p_start, p_head,  # of the window kernel: what W's keys and X's are multiplied by [B, H, L], e^G_h [B, H]
     p_q, p_mix,  # query of the token [B, Hk, K]; M [slots, H, L, L] (delta rule)
-    p_slots, p_list, p_count,
+    p_slots, p_list, p_count, p_rows,  # rows [B]: the ring row of the last token
     p_x, p_d, p_gate, p_y,  # [B, H, V], [H], [B, H, V], [B, H, V]
     p_status,  # int64 [1]: 1 + slot·H + head of some state that is not finite; never cleared here
     s_state, s_codes, s_row, s_block, s_total,
     s_ring_k, s_ring_v, s_ring_g, s_mix, s_q,
     H, Hk,
-    V: tl.constexpr, VP: tl.constexpr, K: tl.constexpr, L: tl.constexpr, LP: tl.constexpr,
+    T: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, K: tl.constexpr, L: tl.constexpr, LP: tl.constexpr,
     BK: tl.constexpr, RE: tl.constexpr,
     MAMBA2: tl.constexpr, CHANNEL: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr,
     FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, ROTATE: tl.constexpr,
     SKIP: tl.constexpr, GATE: tl.constexpr, ISA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Persistent programs over (flushing row, head). VP × BK: the fold's tile; RE × K: the encoder's.
-    FORMAT "none": no copy."""
+    """Persistent programs over (flushing row, head); of a row's T tokens the first is its last. VP × BK: the fold's
+    tile; RE × K: the encoder's. FORMAT "none": no copy."""
     o_k = tl.arange(0, K)
     o_l = tl.arange(0, LP)
     o_v = tl.arange(0, VP)
-    m_l = o_l < L
     m_v = o_v < V
     s_k = Hk * K
     s_g = H * K
@@ -71,9 +70,11 @@ def fold_kernel(
         i_h = i_item % H
         i_key = i_h // (H // Hk)
         i_slot = tl.load(p_slots + i_b).to(tl.int64)
+        i_rows = tl.load(p_rows + i_b) + 1
+        m_l = o_l < i_rows
         p_s = p_state + i_slot * s_state + i_h * (V * K)
         p_rows = p_s + o_v[:, None] * K
-        i_head = i_b * H + i_h
+        i_head = i_b * T * H + i_h
         p_k = p_ring_k + i_slot * s_ring_k + i_key * K
         p_g = p_ring_g + i_slot * s_ring_g + i_h * K
         p_query = p_q + i_b * s_q + i_key * K
@@ -88,11 +89,11 @@ def fold_kernel(
         b_u = tl.load(p_ring_v + i_slot * s_ring_v + i_h * V + o_u, mask=m_l[None, :] & m_v[:, None], other=0.0)
         b_u = b_u.to(tl.float32)
         if not MAMBA2:
-            b_start = tl.load(p_start + i_head * L + o_l, mask=m_l, other=0.0)
+            b_start = tl.load(p_start + (i_b * H + i_h) * L + o_l, mask=m_l, other=0.0)
             b_sx = tl.zeros([VP, LP], tl.float32)
             for i_c in tl.range(0, K, BK, num_stages=STAGES):
                 b_s = tl.load(p_rows + i_c + tl.arange(0, BK)[None, :], mask=m_v[:, None], other=0.0)
-                b_x = _keys(p_k, p_g, b_start, i_c, s_k, s_g, L, LP, BK, CHANNEL, False)
+                b_x = _keys(p_k, p_g, b_start, i_c, s_k, s_g, i_rows, LP, BK, CHANNEL, False)
                 b_sx += dot_fp32(b_s, tl.trans(b_x), ISA)
             o_m = o_l[:, None] * L + o_l[None, :]  # M [t, j]; u is (Vᵀ − S₀·Xᵀ)·Mᵀ [v, t]
             b_m = tl.load(p_mix + i_slot * s_mix + i_h * (L * L) + o_m, mask=m_l[None, :] & m_l[:, None], other=0.0)
@@ -104,7 +105,7 @@ def fold_kernel(
         for i_c in tl.range(0, K, BK, num_stages=STAGES):
             o_c = i_c + tl.arange(0, BK)
             b_s = tl.load(p_rows + o_c[None, :], mask=m_v[:, None], other=0.0)
-            b_w = _keys(p_k, p_g, b_after, i_c, s_k, s_g, L, LP, BK, CHANNEL, True)
+            b_w = _keys(p_k, p_g, b_after, i_c, s_k, s_g, i_rows, LP, BK, CHANNEL, True)
             b_new = dot_fp32(b_u, b_w, ISA)
             if CHANNEL:
                 b_g = tl.load(p_g + o_l[:, None] * s_g + o_c[None, :], mask=m_l[:, None], other=0.0)

@@ -36,13 +36,14 @@ def readout_kernel(
     p_v,  # ring [slots, L, H, V]
     p_theta, p_gain, p_c,  # [B, T, H / SHARED, K] float32, or float16 in pair order where HALF; [B, T, H]; [B, T, H, L]
     p_slots, p_used,  # [B] int32: slot of each row; ring rows it reads, 0 for rows that are not read
+    p_first,  # [B] int32, of several queries: ring row of the first, −1 where that has its output already
     p_x, p_d, p_gate,  # [B, T, H, V] inputs of the skip, [H], [B, T, H, V]
     p_y,  # [B, T, H, V]
     s_codes, s_row, s_block, s_total, s_v,  # slot strides in elements
     H, V,
     K: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
     SHARED: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr,
-    SKIP: tl.constexpr, GATE: tl.constexpr, ISA: tl.constexpr,
+    SKIP: tl.constexpr, GATE: tl.constexpr, SOME: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Grid (H · V tiles, B). LP: L padded to a power of two; SHARED: heads that share one Θ (Mamba-2's groups)."""
     i_b = tl.program_id(1)
@@ -88,6 +89,9 @@ def readout_kernel(
     o_ring = i_slot * s_v + i_h * V
     b_v = tl.load(p_v + o_ring + o_l[:, None] * (H * V) + o_v[None, :], mask=m_l[:, None] & m_v[None, :], other=0.0)
 
+    i_row = 0
+    if SOME:
+        i_row = tl.load(p_first + i_b)
     for i_t in tl.static_range(T):
         i_head = (i_b * T + i_t) * H + i_h
         p_q = p_theta + ((i_b * T + i_t) * (H // SHARED) + i_h // SHARED).to(tl.int64) * (K // 4 if HALF else K)
@@ -109,7 +113,10 @@ def readout_kernel(
         if GATE:
             b_z = tl.load(p_gate + o_y, mask=m_v, other=0.0).to(tl.float32)
             b_y *= b_z / (1.0 + tl.exp(-b_z))
-        tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_v)
+        m_y = m_v
+        if SOME:
+            m_y = m_v & (i_row + i_t >= 0) & (i_row + i_t < i_used)
+        tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_y)
 
 
 def readout(
@@ -122,6 +129,7 @@ def readout(
     used: Tensor,
     out: Tensor,
     *,
+    row: Tensor | None = None,
     skip: tuple[Tensor, Tensor] | None = None,
     gate: Tensor | None = None,
 ) -> None:
@@ -132,7 +140,8 @@ def readout(
         ring_v: [slots, L, H, V]; any slot stride.
         theta: [B, T, H or key heads, K], float32, or float16 in pair order (4-bit formats alone).
         gain: [B, T, H] float32; Θ of a head is gain · theta. ``c``: [B, T, H, L] float32.
-        slots, used: [B] int32.
+        slots, used: [B] int32. ``row``: [B] int32, where rows have different numbers of queries: the ring row of the
+            first query; those at a negative row, or from ``used`` on, are left alone.
         skip: (x [B, T, H, V], D [H]): adds D·x. ``gate`` [B, T, H, V]: multiplies by silu(gate), last.
     """
     batch, queries, heads, value_dim = out.shape
@@ -146,11 +155,11 @@ def readout(
     run(
         readout_kernel, grid, launch,
         views.codes, views.row, views.block, views.total, ring_v,
-        theta.view(views.codes.dtype) if half else theta, gain, c, slots, used,
+        theta.view(views.codes.dtype) if half else theta, gain, c, slots, used, used if row is None else row,
         x, d, out if gate is None else gate, out,
         views.codes_stride, views.row_stride, views.block_stride, views.total_stride, slot_stride(ring_v, "ring v"),
         heads, value_dim,
         K=key_dim, L=window, LP=max(16, triton.next_power_of_2(window)), T=queries, R=launch.rows,
         SHARED=heads // theta.shape[2], FORMAT=source.format, HALF=half, SKIP=skip is not None,
-        GATE=gate is not None, ISA=isa,
+        GATE=gate is not None, SOME=row is not None, ISA=isa,
     )  # fmt: skip

@@ -1,6 +1,8 @@
-"""The window kernels: from the ring and a new token to what the readout and the fold need.
+"""The window kernels: from the ring and new tokens to what the readout and the fold need.
 
-``plan_kernel`` decides, on the device, which rows read, which flush and which are padding; it alone moves cursors.
+The plan kernels decide, on the device, which rows read, which flush and which are padding; they alone move cursors.
+Their orders to the others: ``row`` [B], the ring row of a batch row's first token (−1: it is in the checkpoint
+already; NOTHING: leave this batch row alone), and ``used`` [B], how many ring rows it then reads, 0 where it flushes.
 ``mamba2_window`` and ``delta_window`` append the tokens to the ring and give (Θ, C) of the rows that read. Of the
 delta rule's M = (I + A)⁻¹·diag(β) they append the tokens' rows to ``DecodeState.mix``: a step of the forward
 substitution per token, so that no token pays for all. What else the fold needs (decay, X, W) are functions of the
@@ -18,20 +20,22 @@ from ..device.fp4 import THETA_BITS_CONVERTED, THETA_BITS_MOVED, pair_position
 from ..device.math import exp, inverse_norm
 from ..device.targets import tl, triton
 
+NOTHING = tl.constexpr(-2)
+
 
 @triton.jit
 def plan_kernel(
     p_slots, p_cursor, p_position, p_row, p_used, p_list, p_count, B, L: tl.constexpr, BP: tl.constexpr
 ):  # fmt: skip
-    """One program. ``row`` [B]: ring row of the new token, −1 for padding; ``used`` [B]: ring rows to read, 0 for
-    rows that do not; ``list``: the rows that flush, ``count`` [1] of them. Cursors and positions move on."""
+    """One program, for one token a row. ``list``: the rows that flush, ``count`` [1] of them. Cursors and positions
+    move on."""
     o_b = tl.arange(0, BP)
     m_b = o_b < B
     i_slot = tl.load(p_slots + o_b, mask=m_b, other=-1)
     m_live = i_slot >= 0
-    i_row = tl.load(p_cursor + i_slot, mask=m_live, other=-1)
+    i_row = tl.load(p_cursor + i_slot, mask=m_live, other=NOTHING)
     m_flush = m_live & (i_row + 1 >= L)
-    b_after = tl.where(m_flush, 0, i_row + 1)
+    b_after = tl.where(m_flush | (m_live == 0), 0, i_row + 1)
     tl.store(p_row + o_b, i_row, mask=m_b)
     tl.store(p_used + o_b, b_after, mask=m_b)
     tl.store(p_cursor + i_slot, b_after, mask=m_live)
@@ -42,9 +46,43 @@ def plan_kernel(
 
 
 @triton.jit
-def load_rows(p_ring, p_token, i_row, s_row, s_token, o_l, o_k, m_k, T: tl.constexpr):
-    """Rows o_l [LP] × columns o_k of one head's ring with the T new tokens from i_row on, zeros after them."""
-    m_x = ((o_l < i_row + T) & (o_l >= 0))[:, None] & m_k[None, :]
+def verify_plan_kernel(
+    p_slots, p_cursor, p_close, p_row, p_none, p_used, p_tokens, p_list, p_count,
+    B, T, L: tl.constexpr, BP: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program, for a certain token and T − 1 drafts a row, as kernels/speculative.py's ``plan``: first the rows
+    that close their window with the certain token (``close``, ``list``, ``count``), then what all others of a row's
+    verified ``tokens`` [B] read (``row``, ``used``). A closing row's cursor becomes −1, the others stay."""
+    o_b = tl.arange(0, BP)
+    m_b = o_b < B
+    i_slot = tl.load(p_slots + o_b, mask=m_b, other=-1)
+    i_cursor = tl.load(p_cursor + i_slot, mask=i_slot >= 0, other=-1)
+    m_live = (i_slot >= 0) & (i_cursor >= 0)  # a cursor of −1 waits for its count: nothing more is verified on it
+    if EARLY:
+        m_close = m_live & (i_cursor + T >= L)
+        b_tokens = tl.zeros([BP], tl.int32) + T
+    else:
+        m_close = m_live & (i_cursor + 1 >= L)
+        b_tokens = tl.minimum(tl.where(m_close, L, L - 1 - i_cursor), T)
+    b_tokens = tl.where(m_live, b_tokens, 0)
+    i_row = tl.where(m_close, -1, i_cursor)
+    b_used = i_row + b_tokens
+    m_read = m_live & (b_used > 0)
+    tl.store(p_close + o_b, tl.where(m_close, i_cursor, NOTHING), mask=m_b)
+    tl.store(p_none + o_b, tl.zeros([BP], tl.int32), mask=m_b)
+    tl.store(p_row + o_b, tl.where(m_read, i_row, NOTHING), mask=m_b)
+    tl.store(p_used + o_b, tl.where(m_read, b_used, 0), mask=m_b)
+    tl.store(p_tokens + o_b, b_tokens, mask=m_b)
+    tl.store(p_cursor + i_slot, i_row, mask=m_close)
+    b_close = m_close.to(tl.int32)
+    tl.store(p_list + tl.cumsum(b_close, axis=0) - 1, o_b, mask=m_close)
+    tl.store(p_count, tl.sum(b_close, axis=0))
+
+
+@triton.jit
+def load_rows(p_ring, p_token, i_row, s_row, s_token, o_l, o_k, m_k, i_n):
+    """Rows o_l [LP] × columns o_k of one head's ring with i_n new tokens from i_row on, zeros after them."""
+    m_x = ((o_l < i_row + i_n) & (o_l >= 0))[:, None] & m_k[None, :]
     if p_ring.dtype == p_token.dtype:
         p_x = tl.where(o_l < i_row, p_ring + o_l * s_row, p_token + (o_l - i_row) * s_token)
         return tl.load(p_x[:, None] + o_k[None, :], mask=m_x, other=0.0)
@@ -56,10 +94,10 @@ def load_rows(p_ring, p_token, i_row, s_row, s_token, o_l, o_k, m_k, T: tl.const
 
 
 @triton.jit
-def load_scalars(p_ring, p_token, i_row, s_row, s_token, o_l, T: tl.constexpr):
+def load_scalars(p_ring, p_token, i_row, s_row, s_token, o_l, i_n):
     """The same of log-decays or gains, one per row: [LP] float32."""
     p_x = tl.where(o_l < i_row, p_ring + o_l * s_row, p_token + (o_l - i_row) * s_token)
-    return tl.load(p_x, mask=(o_l < i_row + T) & (o_l >= 0), other=0.0)
+    return tl.load(p_x, mask=(o_l < i_row + i_n) & (o_l >= 0), other=0.0)
 
 
 @triton.jit
@@ -80,9 +118,10 @@ def key_norms(b_k, NORM: tl.constexpr):
 
 
 @triton.jit
-def _copy(p_from, p_to, N, NP: tl.constexpr):
+def _copy(p_from, p_to, m, N, NP: tl.constexpr):
     o = tl.arange(0, NP)
-    tl.store(p_to + o, tl.load(p_from + o, mask=o < N).to(p_to.dtype.element_ty), mask=o < N)
+    m_x = (o < N) & (m != 0)  # the interpreter hands a truth value on as a number
+    tl.store(p_to + o, tl.load(p_from + o, mask=m_x).to(p_to.dtype.element_ty), mask=m_x)
 
 
 @triton.jit
@@ -122,7 +161,7 @@ def mamba2_window(
     i_b = tl.program_id(0)
     i_k = tl.program_id(1)
     i_row = tl.load(p_row + i_b)
-    if i_row < 0:
+    if i_row <= NOTHING:
         return
     i_slot = tl.load(p_slots + i_b).to(tl.int64)
     i_b = i_b.to(tl.int64)
@@ -137,20 +176,23 @@ def mamba2_window(
     p_ring_k += i_slot * s_ring_k + i_k * K
     p_ring_v += i_slot * s_ring_v + i_h * V
     p_ring_beta += i_slot * s_ring_beta + i_h
-    for i_t in tl.static_range(T):
-        _copy(p_k + i_t * (Hk * K), p_ring_k + (i_row + i_t) * (Hk * K), K, K)
-        _copy(p_v + i_t * (H * V), p_ring_v + (i_row + i_t) * (H * V), GROUP * V, VP)
-        _copy(p_beta + i_t * H, p_ring_beta + (i_row + i_t) * H, GROUP, GP)
     i_used = tl.load(p_used + i_b)
+    i_n = tl.where(i_used > 0, i_used - i_row, 1)
+    for i_t in range(T):
+        i_last = i_row + i_t
+        m_t = (i_t < i_n) & (i_last >= 0)
+        _copy(p_k + i_t * (Hk * K), p_ring_k + i_last * (Hk * K), m_t, K, K)
+        _copy(p_v + i_t * (H * V), p_ring_v + i_last * (H * V), m_t, GROUP * V, VP)
+        _copy(p_beta + i_t * H, p_ring_beta + i_last * H, m_t, GROUP, GP)
 
     # the ring's rows before the tokens; the tokens themselves come from the inputs, so no barrier is needed
-    b_k = load_rows(p_ring_k, p_k, i_row, Hk * K, Hk * K, o_l, o_k, o_k < K, T).to(tl.float32)
+    b_k = load_rows(p_ring_k, p_k, i_row, Hk * K, Hk * K, o_l, o_k, o_k < K, i_n).to(tl.float32)
     b_norm = key_norms(b_k, NORM)
     b_rate = tl.load(p_rate + i_h + o_g, mask=m_g, other=0.0)
-    b_beta = load_rows(p_ring_beta, p_beta, i_row, H, H, o_l, o_g, m_g, T)  # [LP, GP]
+    b_beta = load_rows(p_ring_beta, p_beta, i_row, H, H, o_l, o_g, m_g, i_n)  # [LP, GP]
     # row j of b_next is row j + 1 of b_beta: its sums from the end are Σ g_i over i > j, without a difference
-    b_next = load_rows(p_ring_beta + H, p_beta, i_row - 1, H, H, o_l, o_g, m_g, T)
-    for i_t in tl.static_range(T):
+    b_next = load_rows(p_ring_beta + H, p_beta, i_row - 1, H, H, o_l, o_g, m_g, i_n)
+    for i_t in range(T):
         i_last = i_row + i_t
         i_bt = i_b * T + i_t
         m_last = (o_l <= i_last)[:, None]
@@ -162,8 +204,9 @@ def mamba2_window(
             b_w *= tl.sum(b_k * b_q[None, :], axis=1)[:, None]
             b_gain *= _store_theta(b_q, p_theta + (i_bt * Hk + i_k) * K, K, ROTATE, HALF, ISA)
         o_head = i_bt * H + i_h + o_g
-        tl.store(p_c + o_head[None, :] * L + o_l[:, None], b_w, mask=(o_l < L)[:, None] & m_g[None, :])
-        tl.store(p_gain + o_head, b_gain, mask=m_g)
+        m_t = m_g & (i_t < i_n) & (i_last >= 0)
+        tl.store(p_c + o_head[None, :] * L + o_l[:, None], b_w, mask=(o_l < L)[:, None] & m_t[None, :])
+        tl.store(p_gain + o_head, b_gain, mask=m_t)
 
 
 @triton.jit
@@ -185,7 +228,7 @@ def delta_window(
     i_h = tl.program_id(1)
     i_k = i_h // GROUP
     i_row = tl.load(p_row + i_b)
-    if i_row < 0:
+    if i_row <= NOTHING:
         return
     i_slot = tl.load(p_slots + i_b).to(tl.int64)
     i_used = tl.load(p_used + i_b)
@@ -203,22 +246,25 @@ def delta_window(
     p_ring_beta += i_slot * s_ring_beta + i_h
     p_ring_g += i_slot * s_ring_g + i_h * G
     p_mix += i_slot * s_mix + i_h * (L * L)
-    for i_t in tl.static_range(T):
-        if i_h % GROUP == 0:
-            _copy(p_k + i_t * (Hk * K), p_ring_k + (i_row + i_t) * (Hk * K), K, K)
-        _copy(p_v + i_t * (H * V), p_ring_v + (i_row + i_t) * (H * V), V, VP)
-        _copy(p_beta + i_t * H, p_ring_beta + (i_row + i_t) * H, 1, 1)
-        _copy(p_g + i_t * (H * G), p_ring_g + (i_row + i_t) * (H * G), G, G)
+    i_n = tl.where(i_used > 0, i_used - i_row, 1)
+    for i_t in range(T):
+        i_last = i_row + i_t
+        m_t = (i_t < i_n) & (i_last >= 0)
+        _copy(p_k + i_t * (Hk * K), p_ring_k + i_last * (Hk * K), m_t & (i_h % GROUP == 0), K, K)
+        _copy(p_v + i_t * (H * V), p_ring_v + i_last * (H * V), m_t, V, VP)
+        _copy(p_beta + i_t * H, p_ring_beta + i_last * H, m_t, 1, 1)
+        _copy(p_g + i_t * (H * G), p_ring_g + i_last * (H * G), m_t, G, G)
 
     # the ring's rows before the tokens; the tokens themselves come from the inputs, so no barrier is needed
-    b_k = load_rows(p_ring_k, p_k, i_row, Hk * K, Hk * K, o_l, o_k, o_k < K, T)
-    b_beta = load_scalars(p_ring_beta, p_beta, i_row, H, H, o_l, T)
+    b_k = load_rows(p_ring_k, p_k, i_row, Hk * K, Hk * K, o_l, o_k, o_k < K, i_n)
+    b_beta = load_scalars(p_ring_beta, p_beta, i_row, H, H, o_l, i_n)
     o_m = o_l[:, None] * L + o_l[None, :]
     b_m = tl.load(p_mix + o_m, mask=(o_l < i_row)[:, None] & (o_l < i_row)[None, :], other=0.0)
-    for i_t in tl.static_range(T):
+    for i_t in range(T):
         i_last = i_row + i_t
-        m_q = o_l == i_row + T
-        # the query stands behind the keys as one more row: a row that reads has at most L − 1 of them
+        m_t = (i_t < i_n) & (i_last >= 0)
+        # the query stands behind the keys as one more row: a batch row that reads has at most L − 1 of them
+        m_q = o_l == i_row + i_n
         b_q = tl.load(p_q + i_t * (Hk * K) + o_k[None, :] + tl.zeros([LP, 1], tl.int32), mask=m_q[:, None], other=0.0)
         b_kq = tl.where(m_q[:, None], b_q.to(b_k.dtype), b_k)
         b_dots = dot_raw(b_kq, tl.trans(b_kq), ISA)
@@ -229,17 +275,17 @@ def delta_window(
         b_step = tl.sum(tl.where(o_l == i_last, b_norm * b_beta, 0.0), axis=0)  # β_t times the norm of k_t
         b_query = tl.load(p_q + i_t * (Hk * K) + o_k).to(tl.float32)
         if CHANNEL:
-            b_gs = load_rows(p_ring_g, p_g, i_row, H * K, H * K, o_l, o_k, o_k < K, T)
+            b_gs = load_rows(p_ring_g, p_g, i_row, H * K, H * K, o_l, o_k, o_k < K, i_n)
             b_gs = tl.where((o_l <= i_last)[:, None], b_gs, 0.0)
-            b_next = load_rows(p_ring_g + H * K, p_g, i_row - 1, H * K, H * K, o_l, o_k, o_k < K, T)
+            b_next = load_rows(p_ring_g + H * K, p_g, i_row - 1, H * K, H * K, o_l, o_k, o_k < K, i_n)
             b_next = tl.where((o_l < i_last)[:, None], b_next, 0.0)
             b_z = b_k.to(tl.float32) * tl.exp(tl.cumsum(b_next, axis=0, reverse=True))
             b_token = tl.load(p_k + i_t * (Hk * K) + o_k).to(b_k.dtype).to(tl.float32)
             b_a = tl.sum(b_z * b_token[None, :], axis=1) * b_norm
             b_b = tl.sum(b_z * b_query[None, :], axis=1) * b_norm
         else:
-            b_gs = tl.where(o_l <= i_last, load_scalars(p_ring_g, p_g, i_row, H, H, o_l, T), 0.0)
-            b_next = load_scalars(p_ring_g + H, p_g, i_row - 1, H, H, o_l, T)
+            b_gs = tl.where(o_l <= i_last, load_scalars(p_ring_g, p_g, i_row, H, H, o_l, i_n), 0.0)
+            b_next = load_scalars(p_ring_g + H, p_g, i_row - 1, H, H, o_l, i_n)
             b_after = exp(tl.cumsum(tl.where(o_l < i_last, b_next, 0.0), axis=0, reverse=True)) * b_norm
             # the products are symmetric: a column is a row
             b_a = tl.sum(tl.where((o_l == i_last)[None, :], b_dots, 0.0), axis=1) * b_after
@@ -247,13 +293,14 @@ def delta_window(
         b_a = tl.where(o_l < i_last, b_a * b_step, 0.0)
         # one step of the forward substitution: row t of M is β_t e_t − A[t, :]·M
         b_new = tl.where(o_l == i_last, b_beta, 0.0) - tl.sum(b_a[:, None] * b_m, axis=0)
-        tl.store(p_mix + i_last * L + o_l, b_new, mask=o_l < L)
+        b_m = tl.where((o_l == i_last)[:, None], b_new[None, :], b_m)
+        m_l = (o_l < L) & m_t
+        tl.store(p_mix + i_last * L + o_l, b_new, mask=m_l)
         i_head = (i_b * T + i_t) * H + i_h
         if i_used > 0:
-            b_m = tl.where((o_l == i_last)[:, None], b_new[None, :], b_m)
             b_b = tl.where(o_l <= i_last, b_b * b_scale, 0.0)
             b_c = tl.sum(b_b[:, None] * b_m, axis=0)
-            tl.store(p_c + i_head * L + o_l, b_c, mask=o_l < L)
+            tl.store(p_c + i_head * L + o_l, b_c, mask=m_l)
             b_cx = tl.sum(tl.where(o_l[:, None] == o_l[None, :], b_c[None, :], 0.0), axis=1) * b_norm
             if CHANNEL:
                 b_x = tl.sum(b_k.to(tl.float32) * tl.exp(tl.cumsum(b_gs, axis=0)) * b_cx[:, None], axis=0)
@@ -261,11 +308,12 @@ def delta_window(
             else:
                 b_from = exp(tl.cumsum(b_gs, axis=0))  # of the query's row, whose log-decay is zero, e^G_t
                 b_theta = weighted_rows(b_kq, b_from * tl.where(m_q, b_scale, -b_cx), ISA)
-            tl.store(p_gain + i_head, _store_theta(b_theta, p_theta + i_head * K, K, ROTATE, HALF, ISA))
+            b_factor = _store_theta(b_theta, p_theta + i_head * K, K, ROTATE, HALF, ISA)
+            tl.store(p_gain + i_head, b_factor, mask=m_t)
         elif CHANNEL:
-            tl.store(p_c + i_head * L + o_l, b_norm, mask=o_l < L)
-            tl.store(p_start + (i_b * H + i_h) * L + o_l, b_norm, mask=o_l < L)
+            tl.store(p_c + i_head * L + o_l, b_norm, mask=m_l)
+            tl.store(p_start + (i_b * H + i_h) * L + o_l, b_norm, mask=m_l)
         else:
-            tl.store(p_c + i_head * L + o_l, b_after, mask=o_l < L)
-            tl.store(p_start + (i_b * H + i_h) * L + o_l, exp(tl.cumsum(b_gs, axis=0)) * b_norm, mask=o_l < L)
+            tl.store(p_c + i_head * L + o_l, b_after, mask=m_l)
+            tl.store(p_start + (i_b * H + i_h) * L + o_l, exp(tl.cumsum(b_gs, axis=0)) * b_norm, mask=m_l)
             tl.store(p_gain + i_head, exp(tl.sum(b_gs, axis=0)))
