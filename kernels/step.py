@@ -62,7 +62,7 @@ def _flush(state: DecodeState, window: Window, slots: Tensor, row: Tensor) -> Te
 
 def _read(state: DecodeState, window: Window, slots: Tensor, row: Tensor) -> Tensor:
     state.cursor[slots] += 1
-    return readout(state.read_source[slots].decode(), read_terms(window, row), window.v)[:, :, 0]
+    return readout(state.read_source[slots].decode(), read_terms(window, row[:, None]), window.v)[:, :, 0]
 
 
 def scan(state: DecodeState, inputs: TokenInputs, slots: Tensor | None = None) -> Tensor:

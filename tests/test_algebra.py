@@ -37,7 +37,7 @@ def test_unused_rows_may_hold_anything(family):
     poisoned = inputs.map(lambda t: t.masked_fill(unused.reshape(unused.shape + (1,) * (t.dim() - 2)), float("nan")))
     state = torch.randn(length, spec.heads, spec.value_dim, spec.key_dim, dtype=torch.float64)
     window = make_window(spec, poisoned, decay_rate=rate, used=used, dtype=torch.float64)
-    y = readout(state, read_terms(window, used - 1), window.v)[:, :, 0]
+    y = readout(state, read_terms(window, used[:, None] - 1), window.v)[:, :, 0]
     folded = fold(state, fold_terms(window), window.v)
     for row in range(length):
         one = TokenInputs(*(None if t is None else t[row : row + 1, : row + 1] for t in vars(inputs).values()))

@@ -147,7 +147,7 @@ def test_window_terms(family):
     window = make_window(
         state.spec, TokenInputs(q=q, **state.ring), decay_rate=state.decay_rate, used=row + 1, dtype=torch.float64
     )
-    terms = read_terms(window, row)
+    terms = read_terms(window, row[:, None])
     for b in range(4):
         assert error(theta[b, 0], terms.theta[b, :, 0]) < FP32, b
         assert error(w.c[b, 0], terms.c[b, :, 0]) < FP32, b

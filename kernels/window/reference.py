@@ -134,11 +134,11 @@ def _decayed_dots(lefts: tuple[Tensor, ...], right: Tensor, between: Tensor) -> 
     return (as_seen @ torch.stack(lefts, dim=-1)).unbind(-1)
 
 
-def read_terms(window: Window, row: Tensor | None = None) -> ReadTerms:
-    """Θ and C of every token of the window, or of token ``row`` [*] of each alone (then T = 1)."""
+def read_terms(window: Window, rows: Tensor | None = None) -> ReadTerms:
+    """Θ and C of every token of the window, or of the tokens ``rows`` [*, T] of each alone."""
     q, from_start, c = window.q, window.from_start, window.b
-    if row is not None:
-        index = row[..., None, None, None]
+    if rows is not None:
+        index = rows[..., None, :, None]
         q, from_start, c = (t.take_along_dim(index, dim=-2) for t in (q, from_start, c))
     theta = from_start * q
     if window.unit_lower is None:
