@@ -13,6 +13,7 @@ from ..quant.errors import QuantizeStateError
 from ..quant.policy import StatePolicy
 from ..quant.recipe import Recipe
 from ..quant.state import DecodeState
+from . import assisted
 from .cached import CachedState, Homes, to_plain
 from .layer import AttachedLayer, Observer
 from .models import find_layers, other_layers
@@ -67,7 +68,9 @@ class Attached:
         )
         self.others = other_layers(model)
         self.homes: Homes = weakref.WeakKeyDictionary()
+        self.acceptance = assisted.Acceptance()
         with lock, ExitStack() as undo:
+            assisted.swap_in(model, self, undo.callback)
             for layer, attached in zip(found, self.layers, strict=True):
                 if layer.module in _attached:
                     raise QuantizeStateError(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels.step import folded
-from ..quant.errors import QuantizeStateError
+from ..kernels.inputs import TokenInputs, concat_tokens
+from ..kernels.speculative import accept, verify
+from ..kernels.step import folded, scan
+from ..quant.errors import InvalidValueError, QuantizeStateError
 from ..quant.state import DecodeState
 
 Homes = MutableMapping[Any, Any]
@@ -22,20 +24,77 @@ class CachedState:
 
     It is no tensor, but has what transformers' caches call on one: moving, resetting, reordering rows, copying.
     ``homes`` lets a copy of the cache register itself, so that leaving the context finds it.
+
+    While the cache records its past, for assisted generation, nothing changes the state: ``drafts`` holds the raw
+    inputs since the last ``crop``, which says how many of them stay. ``prompted`` is False where a prompt comes next.
     """
 
-    __slots__ = ("__weakref__", "home", "homes", "state", "transposed")
+    __slots__ = ("__weakref__", "drafts", "home", "homes", "prompted", "state", "transposed")
 
     def __init__(self, state: DecodeState, transposed: bool, home: Any, homes: Homes) -> None:
         self.state = state
         self.transposed = transposed
         self.home = None if home is None else weakref.ref(home)
         self.homes = homes
+        self.drafts: TokenInputs | None = None
+        self.prompted = True
 
     def tensor(self) -> Tensor:
         """The state, its ring folded in, as the untouched model continues from it: float32, in transformers' layout."""
-        state = folded(self.state)
+        state = self.state
+        if self.drafts is not None:
+            state = state.clone()
+            scan(state, self.drafts)
+        state = folded(state)
         return (state.mT if self.transposed else state).contiguous()
+
+    @property
+    def recording(self) -> bool:
+        """Whether the tokens that come may be taken back."""
+        home = None if self.home is None else self.home()
+        return self.prompted and home is not None and home.record_past
+
+    def verify(self, inputs: TokenInputs) -> Tensor:
+        """Outputs [B, T, H, V] of decoding ``inputs``, which may be taken back: the state stays where it is.
+
+        Inside a window the tokens go into the ring, and the cursor stays. Beyond a window's end outputs need a state
+        that may never be: a temporary one, here.
+        """
+        self.drafts = inputs.map(Tensor.clone) if self.drafts is None else concat_tokens([self.drafts, inputs])
+        if self._within_window:
+            y = verify(self.state, self.drafts).y
+        else:
+            y = scan(self.state.clone(), self.drafts)
+        return y[:, -inputs.tokens :]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last tokens back, and make the others since the last crop final."""
+        held = 0 if self.drafts is None else self.drafts.tokens
+        if tokens_to_remove > held:
+            raise InvalidValueError(
+                f"{self} can't take back {tokens_to_remove} tokens: the last {held} are kept, those since the last crop"
+            )
+        self.settle(held - tokens_to_remove)
+        self.prompted = True
+
+    def settle(self, tokens: int | None = None) -> None:
+        """Make the first ``tokens`` of the drafts (all by default) final and forget the others."""
+        drafts = self.drafts
+        if drafts is None:
+            return
+        tokens = drafts.tokens if tokens is None else tokens
+        if tokens and self._within_window:
+            ones = torch.ones(self.state.slots, dtype=torch.int32, device=self.device)
+            accept(self.state, ones * tokens, ones * drafts.tokens)
+        elif tokens:
+            scan(self.state, drafts.slice(0, tokens))
+        self.drafts = None
+
+    @property
+    def _within_window(self) -> bool:
+        """Whether no draft, accepted, would end the window; the rows of a cache have the same fill."""
+        assert self.drafts is not None
+        return int(self.state.cursor.max()) + self.drafts.tokens < self.state.policy.window
 
     @property
     def shape(self) -> torch.Size:
@@ -60,8 +119,9 @@ class CachedState:
         if isinstance(source, CachedState):
             if source is not self:
                 self.state = source.state.clone()
+                self.drafts = source.drafts
         else:
-            self.state.reset_()
+            self.zero_()
             self.state.renew_((source.mT if self.transposed else source).to(self.device, torch.float32))
         return self
 
@@ -75,17 +135,19 @@ class CachedState:
                 device = given.device
         if device is None or torch.empty(0, device=device).device == self.device:
             return self
-        return self._with(self.state.to(device))
+        return self._with(self.state.to(device), lambda t: t.to(device))
 
     def zero_(self) -> CachedState:
         self.state.reset_()
+        self.drafts = None
         return self
 
     def index_select(self, dim: int, index: Tensor) -> CachedState:
         """Rows at ``index``, repeats allowed, in a new object: beams."""
         if dim != 0:
             raise QuantizeStateError(f"rows of a state can be selected, and this asks for dimension {dim}")
-        return self._with(self.state.select(index.to(self.device)))
+        index = index.to(self.device)
+        return self._with(self.state.select(index), lambda t: t[index])
 
     def __getitem__(self, index: Any) -> CachedState:
         return self.index_select(0, torch.arange(self.state.slots)[index].reshape(-1))
@@ -93,8 +155,14 @@ class CachedState:
     def repeat_interleave(self, repeats: int, dim: int = 0) -> CachedState:
         return self.index_select(dim, torch.arange(self.state.slots).repeat_interleave(repeats))
 
-    def _with(self, state: DecodeState) -> CachedState:
-        return CachedState(state, self.transposed, None if self.home is None else self.home(), self.homes)
+    def _with(self, state: DecodeState, change: Callable[[Tensor], Tensor]) -> CachedState:
+        home = None if self.home is None else self.home()
+        return CachedState(state, self.transposed, home, self.homes)._recording_as(self, change)
+
+    def _recording_as(self, other: CachedState, change: Callable[[Tensor], Tensor]) -> CachedState:
+        self.drafts = None if other.drafts is None else other.drafts.map(change)
+        self.prompted = other.prompted
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CachedState:
         home = None if self.home is None else self.home()
@@ -103,7 +171,8 @@ class CachedState:
         copied_home = memo.get(id(home)) if home is not None else None
         if copied_home is not None and home in self.homes:
             self.homes[copied_home] = self.homes[home]
-        return CachedState(self.state.clone(), self.transposed, copied_home, self.homes)
+        copied = CachedState(self.state.clone(), self.transposed, copied_home, self.homes)
+        return copied._recording_as(self, Tensor.clone)
 
     def __reduce__(self) -> Any:
         """A pickled cache carries plain tensors, which an attached model takes in as it takes any cache."""

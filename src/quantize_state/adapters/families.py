@@ -20,9 +20,8 @@ from ..quant.errors import QuantizeStateError
 class RunningLayer(Protocol):
     """The attached layer whose forward is running, as the mappings see it."""
 
-    @property
-    def decoding(self) -> bool:
-        """Whether a chunk stands for as many decode steps (teacher forcing) and not for a prompt."""
+    def decodes(self, initial: Any) -> bool:
+        """Whether a chunk that continues from ``initial`` stands for as many decode steps and not for a prompt."""
 
     def recur(
         self,
@@ -91,7 +90,7 @@ def _mamba2_chunk(
     delta = _delta(dt, dt_bias, dt_softplus)
     # Decode has no limits on Δ (transformers' and mamba_ssm's single-token functions don't take them), so neither
     # has a chunk that stands for decoding: then scan equals stepping, and a prompt still equals transformers' own.
-    if dt_limit is not None and not layer.decoding:
+    if dt_limit is not None and not layer.decodes(initial_states):
         delta = delta.clamp(*dt_limit)
     inputs = TokenInputs(q=C, k=B, v=hidden_states, beta=delta)
     y, state = layer.recur(inputs, initial_states, keep=return_final_states, decay_rate=A)

@@ -44,12 +44,17 @@ class AttachedLayer:
         self.policy = policy
         self._transposed = layer.family.transposed
         self._handle = handle
+        self._conv_before: Tensor | None = None
         parameters = [name for name in inspect.signature(type(layer.module).forward).parameters if name != "self"]
         self._cache_position = next((i for i, name in enumerate(parameters) if name in CACHE_NAMES), len(parameters))
 
     @property
     def decoding(self) -> bool:
+        """Whether every chunk stands for as many decode steps: teacher forcing."""
         return self._handle.teacher_forced
+
+    def decodes(self, initial: Tensor | CachedState | None) -> bool:
+        return self.decoding or (isinstance(initial, CachedState) and initial.recording)
 
     def recur(
         self,
@@ -70,7 +75,12 @@ class AttachedLayer:
                 spec = self._spec(inputs, qk_l2norm, query_scale)
                 held = self._new_state(spec, inputs, initial, keep, decay_rate)
             state = held.state
-            if handle.teacher_forced:
+            recording = initial is not None and held.recording
+            if not recording:
+                held.settle()
+            if recording:
+                y = held.verify(inputs)
+            elif handle.teacher_forced:
                 y = scan(state, inputs)
             elif initial is not None and inputs.tokens == 1:
                 y = step(state, inputs)
@@ -112,12 +122,30 @@ class AttachedLayer:
 
     def _home(self) -> Any:
         """The cache layer in which the running layer keeps its state."""
+        home = self._find_home()
+        if home is None:
+            raise QuantizeStateError(f"layer {self.name!r} keeps a state, and was called without a cache to keep it in")
+        return home
+
+    def _find_home(self) -> Any:
         cache = next((c for name in CACHE_NAMES if (c := running.kwargs.get(name)) is not None), None)
         if cache is None and len(running.args) > self._cache_position:
             cache = running.args[self._cache_position]
-        if cache is None:
-            raise QuantizeStateError(f"layer {self.name!r} keeps a state, and was called without a cache to keep it in")
-        return cache.layers[self.module.layer_idx]
+        return None if cache is None else cache.layers[self.module.layer_idx]
+
+    def enter(self) -> None:
+        """Called before the layer's forward, with its arguments in ``running``."""
+        home = self._find_home()
+        records = home is not None and home.record_past and home.conv_states[0] is not None
+        self._conv_before = home.conv_states[0].clone() if records else None
+
+    def leave(self) -> None:
+        """Called after the layer's forward, by whatever way it ended."""
+        before, self._conv_before = self._conv_before, None
+        home = None if before is None else self._find_home()
+        # A few classes shift a single token into the convolution's state although the cache records its past.
+        if home is not None and home.conv_states[0].shape == before.shape:
+            home.conv_states[0] = torch.cat([before, home.conv_states[0][..., -1:]], dim=-1)
 
     def __repr__(self) -> str:
         return f"AttachedLayer({self.index}, {self.name!r}, {self.family}, policy={self.spelled})"

@@ -94,6 +94,7 @@ class EnterHook:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module is self.layer.module:
             running.layer, running.args, running.kwargs, running.calls = self.layer, args, kwargs, 0
+            self.layer.enter()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _no_hook
@@ -109,6 +110,7 @@ class LeaveHook(EnterHook):
         if running.layer is not self.layer:
             return
         calls = running.calls
+        self.layer.leave()
         running.layer, running.args, running.kwargs = None, (), {}
         if not calls and output is not None:  # without output, the forward raised
             raise QuantizeStateError(
