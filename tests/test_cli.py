@@ -42,6 +42,9 @@ def in_an_empty_folder(tmp_path, monkeypatch):
         ("generate tiny-gdn --policy decoupled --prompt x", r"arm 'decoupled'"),
         ("generate tiny-gdn --prompt x --max-new-tokens 0", r"--max-new-tokens is 0"),
         ("generate tiny-gdn --prompt x --temperature -1", r"--temperature is -1"),
+        ("generate tiny-gdn --prompt x --draft-tokens 3", r"--draft-tokens needs --assistant"),
+        ("generate tiny-gdn --prompt x --assistant ngram --draft-tokens 0", r"--draft-tokens is 0"),
+        ("generate tiny-gdn --prompt x --assistant tiny-gnd", r"unknown model 'tiny-gnd'"),
         ("report cut.json", r"cut.json is not whole JSON"),
         ("report nowhere.json", r"nowhere.json does not exist"),
         ("report other.json", r"other.json has .*schema"),
@@ -93,6 +96,22 @@ def test_generate_continues_the_prompt(capsys):
     out, err = capsys.readouterr()
     assert out.startswith("The import") and len(out.rstrip("\n")) > len("The import")
     assert re.search(r"[1-9]\d* KiB of state", err)
+
+
+@pytest.mark.parametrize("assistant", ["ngram", "tiny-mamba2"])
+def test_generate_with_an_assistant_says_what_was_accepted(assistant, capsys):
+    prompt = "import os\nimport sys\nimport os\nimport sys\nimport"
+    command = ["generate", "tiny-gdn", "--prompt", prompt, "--max-new-tokens", "24", "--assistant", assistant]
+    assert main([*command, "--draft-tokens", "4"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(prompt)
+    pattern = r"acceptance length (\d\.\d\d) tokens per step \((\d+) of (\d+) drafts accepted in (\d+) steps\)"
+    found = re.findall(pattern, err)
+    assert len(found) == 2 and "decoupled-nvfp4: acc" in err and "FP32 state: acc" in err, err
+    for length, accepted, drafted, steps in found:
+        assert int(steps) + int(accepted) + 1 == 24 and int(accepted) <= int(drafted) <= 4 * int(steps)
+        assert abs(float(length) - (1 + int(accepted) / int(steps))) < 0.006
+    assert "the same 24 tokens as plain decoding" in err
 
 
 def test_ls_and_doctor(capsys):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 from ._options import add_model_options, quiet_transformers
 
@@ -23,6 +25,15 @@ def add_parser(subparsers) -> None:
     )
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     parser.add_argument("--seed", type=int, default=0, help="of sampling and stochastic rounding (default: 0)")
+    parser.add_argument(
+        "--assistant",
+        metavar="ngram|MODEL",
+        help="draft tokens by looking n-grams up in the text so far, or by another model with the same tokenizer; "
+        "prints how many are accepted, and whether the text is that of plain decoding",
+    )
+    parser.add_argument(
+        "--draft-tokens", type=int, metavar="N", help="tokens that the assistant drafts at a time (default: 3)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -35,6 +46,10 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidValueError(f"--max-new-tokens is {args.max_new_tokens}; it must be 1 or more")
     if args.temperature < 0:
         raise InvalidValueError(f"--temperature is {args.temperature}; it must be 0 or more")
+    if args.draft_tokens is not None and args.assistant is None:
+        raise InvalidValueError("--draft-tokens needs --assistant, ngram or a model")
+    if args.draft_tokens is not None and args.draft_tokens < 1:
+        raise InvalidValueError(f"--draft-tokens is {args.draft_tokens}; it must be 1 or more")
     policy = Recipe.from_yaml(Path(args.recipe)) if args.recipe else parse_arm(args.policy, seed=args.seed)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt:
@@ -47,19 +62,83 @@ def run(args: argparse.Namespace) -> int:
     from ..evals.models import load_model
 
     quiet_transformers()
-    loaded = load_model(args.model, device=args.device, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+    options = {"device": args.device, "dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
+    loaded = load_model(args.model, **options)
     inputs = loaded.tokenizer(prompt, return_tensors="pt").to(loaded.model.device)
     sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
-    torch.manual_seed(args.seed)
-    with attach(loaded.model, policy) as handle:
-        generated = loaded.model.generate(
-            **inputs,
-            **sampling,
-            max_new_tokens=args.max_new_tokens,
-            streamer=TextStreamer(loaded.tokenizer, skip_prompt=False),
-            return_dict_in_generate=True,  # which keeps the cache alive, and with it the states
+
+    def generate(**more: Any) -> Any:
+        torch.manual_seed(args.seed)
+        # The dict keeps the cache alive, and with it the states.
+        return loaded.model.generate(
+            **inputs, **sampling, max_new_tokens=args.max_new_tokens, return_dict_in_generate=True, **more
         )
+
+    with attach(loaded.model, policy) as handle, ExitStack() as stack:
+        assistant = _assistant(args, loaded, options, stack) if args.assistant else {}
+        generated = generate(**assistant, streamer=TextStreamer(loaded.tokenizer, skip_prompt=False))
         resident = handle.state_bytes()["total"]
+        text = generated.sequences[0].tolist()
         del generated
-    print(f"{args.recipe or args.policy}: {resident / 1024:.0f} KiB of state, ring included", file=sys.stderr)
+        name = args.recipe or args.policy
+        print(f"{name}: {resident / 1024:.0f} KiB of state, ring included", file=sys.stderr)
+        if assistant:
+            print(f"{name}: {_accepted(handle.acceptance)}", file=sys.stderr)
+            if not args.temperature:
+                _compare(name, text, generate(output_logits=True), inputs["input_ids"].shape[1])
+            handle.use("reference")
+            generate(**assistant)
+            print(f"FP32 state: {_accepted(handle.acceptance)}", file=sys.stderr)
     return 0
+
+
+def _assistant(args: argparse.Namespace, loaded: Any, options: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
+    """What ``generate`` takes for the assistant; one with states of its own is attached, in FP32, for the rollback."""
+    from transformers import DynamicCache
+
+    from ..adapters import attach
+    from ..evals.models import load_model
+    from ..quant.errors import InvalidValueError, UnsupportedModelError
+
+    drafts = args.draft_tokens or 3
+    if args.assistant == "ngram":
+        return {"prompt_lookup_num_tokens": drafts}
+    other = load_model(args.assistant, **options)
+    if other.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
+        raise InvalidValueError(
+            f"the tokenizers of {args.model!r} and its assistant {args.assistant!r} differ; drafts need the same one"
+        )
+    other.model.generation_config.update(
+        num_assistant_tokens=drafts, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+    if all(DynamicCache(config=other.model.config).is_linear):
+        raise InvalidValueError(
+            f"the assistant {args.assistant!r} has no attention layer, and transformers' assisted generation counts an "
+            "assistant's tokens by these; use a hybrid, an attention model, or ngram"
+        )
+    with suppress(UnsupportedModelError):  # attention alone, which rolls back by itself
+        stack.enter_context(attach(other.model, "reference"))
+    return {"assistant_model": other.model}
+
+
+def _accepted(found: Any) -> str:
+    return (
+        f"acceptance length {found.length:.2f} tokens per step "
+        f"({found.accepted} of {found.drafted} drafts accepted in {found.steps} steps)"
+    )
+
+
+def _compare(name: str, text: list[int], plain: Any, start: int) -> None:
+    """Say whether ``text`` is that of plain decoding; where they part, by how much the best logit led."""
+    expected = plain.sequences[0].tolist()
+    place = next((i for i, pair in enumerate(zip(text, expected, strict=False)) if pair[0] != pair[1]), None)
+    if place is None and len(text) == len(expected):
+        said = f"the same {len(text) - start} tokens as plain decoding"
+    else:
+        place = min(len(text), len(expected)) if place is None else place
+        best = plain.logits[place - start][0].float().topk(2).values.tolist()
+        said = (
+            f"differs from plain decoding from token {place - start + 1} on, where the two best logits are "
+            f"{best[0]:.6g} and {best[1]:.6g}"
+        )
+    print(f"{name}: {said}", file=sys.stderr)
