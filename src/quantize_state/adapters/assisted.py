@@ -24,7 +24,7 @@ from .models import CACHE_NAMES
 
 @dataclass
 class Acceptance:
-    """Of one assisted generation, without its prompt: the model's ``steps``, the tokens ``drafted`` and ``accepted``."""
+    """Of one assisted generation, without its prompt: the model's ``steps``, tokens ``drafted`` and ``accepted``."""
 
     steps: int = 0
     drafted: int = 0
@@ -55,7 +55,7 @@ def swap_in(model: nn.Module, handle: Any, undo: Callable[..., Any]) -> None:
                 _swap(type(module), name, replacement, undo)
     from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-    for name, replacement in _CACHE.items():
+    for name, replacement in _CACHE_LAYER.items():
         if hasattr(LinearAttentionCacheLayerMixin, name):
             _swap(LinearAttentionCacheLayerMixin, name, replacement, undo)
 
@@ -94,15 +94,19 @@ class _Stateful:
 
 def _assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
     def decode(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if model not in _handles:
+        handle = _handles.get(model)
+        if handle is None:
             return original(model, *args, **kwargs)
         cache = next((c for name in CACHE_NAMES if (c := kwargs.get(name)) is not None), None)
         for held in _states(cache):
             held.settle()
             held.prompted = False
+        handle.verifying = True
         try:
             return original(model, *args, **kwargs)
-        finally:  # the cache may be the caller's, who goes on without drafts
+        finally:
+            handle.verifying = False
+            # The cache may be the caller's, who goes on without drafts.
             for held in _states(cache):
                 held.settle()
                 held.home().record_past = False
@@ -129,18 +133,19 @@ def _candidate_generator(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _watch(generator: Any, acceptance: Acceptance) -> None:
-    """Count what ``generator`` drafts, and let it draft nothing beside the prompt.
+    """Count what ``generator`` drafts, and drop what it drafts beside the prompt.
 
-    In one call with the prompt, drafts could not be told from it, and a prompt is computed in another way than decode.
+    In one call with the prompt drafts could not be told from it, and a prompt is computed in another way than decode.
+    The generator is asked nevertheless: an assistant has its own prompt to read.
     """
     draft, update = generator.get_candidates, generator.update_candidate_strategy
     at_prompt = True
 
     def get_candidates(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # Generators that read the model's outputs have none yet, and begin with nothing by themselves.
-        if at_prompt and not getattr(generator, "requires_model_outputs", False):
-            return input_ids, None
         candidates = draft(input_ids, *args, **kwargs)
+        if at_prompt:
+            getattr(generator, "probs", []).clear()  # of drafts that never meet their matches
+            return input_ids, None
         acceptance.drafted += candidates[0].shape[1] - input_ids.shape[1]
         return candidates
 
@@ -192,4 +197,4 @@ _MODEL: dict[str, Callable[[Any], Any]] = {
     "_assisted_decoding": _assisted_decoding,
     "_get_candidate_generator": _candidate_generator,
 }
-_CACHE: dict[str, Callable[[Any], Any]] = {"is_croppable": _is_croppable, "crop": _crop}
+_CACHE_LAYER: dict[str, Callable[[Any], Any]] = {"is_croppable": _is_croppable, "crop": _crop}

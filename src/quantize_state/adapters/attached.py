@@ -69,6 +69,7 @@ class Attached:
         self.others = other_layers(model)
         self.homes: Homes = weakref.WeakKeyDictionary()
         self.acceptance = assisted.Acceptance()
+        self.verifying = False
         with lock, ExitStack() as undo:
             assisted.swap_in(model, self, undo.callback)
             for layer, attached in zip(found, self.layers, strict=True):

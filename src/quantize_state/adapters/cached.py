@@ -45,8 +45,8 @@ class CachedState:
         if self.drafts is not None:
             state = state.clone()
             scan(state, self.drafts)
-        state = folded(state)
-        return (state.mT if self.transposed else state).contiguous()
+        matrix = folded(state)
+        return (matrix.mT if self.transposed else matrix).contiguous()
 
     @property
     def recording(self) -> bool:
@@ -61,10 +61,7 @@ class CachedState:
         that may never be: a temporary one, here.
         """
         self.drafts = inputs.map(Tensor.clone) if self.drafts is None else concat_tokens([self.drafts, inputs])
-        if self._within_window:
-            y = verify(self.state, self.drafts).y
-        else:
-            y = scan(self.state.clone(), self.drafts)
+        y = verify(self.state, self.drafts).y if self._within_window else scan(self.state.clone(), self.drafts)
         return y[:, -inputs.tokens :]
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -26,6 +26,7 @@ class Handle(Protocol):
     """What a layer needs of the handle that it belongs to."""
 
     teacher_forced: bool
+    verifying: bool
     observer: Observer | None
     homes: Homes
 
@@ -74,26 +75,30 @@ class AttachedLayer:
             else:
                 spec = self._spec(inputs, qk_l2norm, query_scale)
                 held = self._new_state(spec, inputs, initial, keep, decay_rate)
-            state = held.state
-            recording = initial is not None and held.recording
-            if not recording:
-                held.settle()
-            if recording:
-                y = held.verify(inputs)
-            elif handle.teacher_forced:
-                y = scan(state, inputs)
-            elif initial is not None and inputs.tokens == 1:
-                y = step(state, inputs)
-            else:
-                y = prefill(state, inputs)
+            y = self._advance(held, inputs, fresh=initial is None)
             y = y.contiguous()
         if handle.observer is not None:
-            handle.observer(self, inputs, y, state)
+            handle.observer(self, inputs, y, held.state)
         if torch.is_grad_enabled():
             sources = (inputs.q, inputs.k, inputs.v, inputs.beta, inputs.g, decay_rate)
             source = next((t for t in sources if t is not None and t.requires_grad), None)
             y = y if source is None else _InferenceOnly.apply(y, source)
         return y, held if keep else None
+
+    def _advance(self, held: CachedState, inputs: TokenInputs, *, fresh: bool) -> Tensor:
+        """Outputs of what comes next: a prompt, decode steps, or drafts."""
+        recording = held.recording
+        if recording and not fresh:
+            return held.verify(inputs)
+        if recording and not self._handle.verifying:
+            # An assistant's prompt, of which generate takes back the last token.
+            last = inputs.tokens - 1
+            head = [prefill(held.state, inputs.slice(0, last))] if last else []
+            return torch.cat([*head, held.verify(inputs.slice(last, last + 1))], dim=1)
+        held.settle()
+        if self._handle.teacher_forced:
+            return scan(held.state, inputs)
+        return prefill(held.state, inputs) if fresh or inputs.tokens != 1 else step(held.state, inputs)
 
     def _spec(self, inputs: TokenInputs, qk_l2norm: bool, query_scale: float) -> LayerSpec:
         heads, value_dim = inputs.v.shape[-2:]
@@ -142,9 +147,9 @@ class AttachedLayer:
     def leave(self) -> None:
         """Called after the layer's forward, by whatever way it ended."""
         before, self._conv_before = self._conv_before, None
-        home = None if before is None else self._find_home()
+        home = self._find_home()
         # A few classes shift a single token into the convolution's state although the cache records its past.
-        if home is not None and home.conv_states[0].shape == before.shape:
+        if before is not None and home is not None and home.conv_states[0].shape == before.shape:
             home.conv_states[0] = torch.cat([before, home.conv_states[0][..., -1:]], dim=-1)
 
     def __repr__(self) -> str:
