@@ -170,8 +170,8 @@ def sequence_bytes(
     checkpoint and copy, ``ring`` the raw inputs (keys and values in ``dtype``) with cursor and position, ``total``
     both of the latter, whatever the number of drafts.
     """
-    rate = torch.zeros(spec.heads, device="meta") if spec.rules.gain_sets_decay else None
-    held = DecodeState.allocate(spec, policy, 1, device="meta", dtype=dtype, decay_rate=rate).state_bytes()
+    rate = torch.zeros(spec.heads) if spec.rules.gain_sets_decay else None
+    held = DecodeState.allocate(spec, policy, 1, dtype=dtype, decay_rate=rate).state_bytes()
     return {
         "snapshots": 4 * spec.elements * (1 + drafts),
         "state": held["checkpoint"] + held["copy"],

@@ -1,15 +1,17 @@
 """Verification of drafts against plain decoding: outputs, states to the bit, wrong counts, rows that differ."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from recurrence import SPECS, random_inputs, recurrence
 
-from quantize_state.kernels.speculative import accept, accept_on_device, plan, verify
+from quantize_state.kernels.speculative import accept, accept_on_device, plan, sequence_bytes, verify
 from quantize_state.kernels.step import scan, step
 from quantize_state.quant.errors import InvalidValueError
 from quantize_state.quant.policy import parse_arm
+from quantize_state.quant.spec import LayerSpec
 from quantize_state.quant.state import DecodeState
 
 torch.set_num_threads(1)
@@ -283,3 +285,24 @@ def test_more_tokens_than_an_early_window_holds():
     with pytest.raises(InvalidValueError, match="9 tokens to verify in windows of 8"):
         verify(state, inputs_for("gdn", 2, 9), early=True)
     assert verify(state, inputs_for("gdn", 2, 9)).tokens.tolist() == [7, 7]
+
+
+DOCUMENTED = {
+    "GDN, 32 heads of 128 × 128, 16 key heads": LayerSpec("gdn", 32, 16, 128, 128),
+    "KDA, 32 heads of 128 × 128": LayerSpec("kda", 32, 32, 128, 128),
+    "Mamba-2, 128 heads of 64 × 128, 8 groups": LayerSpec("mamba2", 128, 8, 64, 128),
+}
+
+
+@pytest.mark.parametrize("layer", DOCUMENTED)
+def test_memory_of_a_sequence_is_as_documented(layer):
+    spec, policies = DOCUMENTED[layer], [parse_arm("replay-fp32"), parse_arm("decoupled-nvfp4")]
+    sizes = [sequence_bytes(spec, policies[0], drafts)["snapshots"] for drafts in (1, 3, 5, 7)]
+    sizes += [sequence_bytes(spec, policy, 3)["total"] for policy in policies]
+    cells = " | ".join(f"{size / 1024:,.0f}" for size in sizes)
+    assert f"| {layer} | {cells} |" in (Path(__file__).parents[1] / "docs/speculative.md").read_text(encoding="utf-8")
+    assert sizes[1] == 4 * 4 * spec.elements
+    for policy in policies:
+        rate = torch.zeros(spec.heads) if spec.family == "mamba2" else None
+        state = DecodeState.allocate(spec, policy, 3, dtype=torch.bfloat16, decay_rate=rate)
+        assert 3 * sequence_bytes(spec, policy, 5)["total"] == state.state_bytes()["total"]
