@@ -45,7 +45,7 @@ def fold_kernel(
     p_ring_k, p_ring_v, p_ring_g,  # p_ring_g where each channel has its log-decay
     p_after, p_start, p_head,  # of the window kernel: what W's keys and X's are multiplied by [B, H, L], e^G_h [B, H]
     p_q, p_mix,  # query of the token [B, Hk, K]; M [slots, H, L, L] (delta rule)
-    p_slots, p_list, p_count, p_rows,  # rows [B]: the ring row of the last token
+    p_slots, p_list, p_count, p_last,  # last [B]: the ring row of the last token
     p_x, p_d, p_gate, p_y,  # [B, H, V], [H], [B, H, V], [B, H, V]
     p_status,  # int64 [1]: 1 + slot·H + head of some state that is not finite; never cleared here
     s_state, s_codes, s_row, s_block, s_total,
@@ -70,7 +70,7 @@ def fold_kernel(
         i_h = i_item % H
         i_key = i_h // (H // Hk)
         i_slot = tl.load(p_slots + i_b).to(tl.int64)
-        i_rows = tl.load(p_rows + i_b) + 1
+        i_rows = tl.load(p_last + i_b) + 1
         m_l = o_l < i_rows
         p_s = p_state + i_slot * s_state + i_h * (V * K)
         p_rows = p_s + o_v[:, None] * K

@@ -115,7 +115,7 @@ def readout_kernel(
             b_y *= b_z / (1.0 + tl.exp(-b_z))
         m_y = m_v
         if SOME:
-            m_y = m_v & (i_row + i_t >= 0) & (i_row + i_t < i_used)
+            m_y = o_v < tl.where((i_row + i_t >= 0) & (i_row + i_t < i_used), V, 0)
         tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_y)
 
 

@@ -119,8 +119,9 @@ def key_norms(b_k, NORM: tl.constexpr):
 
 @triton.jit
 def _copy(p_from, p_to, m, N, NP: tl.constexpr):
+    """N elements, or none where not m. (A scalar truth value can't be spread over a tile by the interpreter.)"""
     o = tl.arange(0, NP)
-    m_x = (o < N) & (m != 0)  # the interpreter hands a truth value on as a number
+    m_x = o < tl.where(m, N, 0)
     tl.store(p_to + o, tl.load(p_from + o, mask=m_x).to(p_to.dtype.element_ty), mask=m_x)
 
 
@@ -204,7 +205,7 @@ def mamba2_window(
             b_w *= tl.sum(b_k * b_q[None, :], axis=1)[:, None]
             b_gain *= _store_theta(b_q, p_theta + (i_bt * Hk + i_k) * K, K, ROTATE, HALF, ISA)
         o_head = i_bt * H + i_h + o_g
-        m_t = m_g & (i_t < i_n) & (i_last >= 0)
+        m_t = o_g < tl.where((i_t < i_n) & (i_last >= 0), GROUP, 0)
         tl.store(p_c + o_head[None, :] * L + o_l[:, None], b_w, mask=(o_l < L)[:, None] & m_t[None, :])
         tl.store(p_gain + o_head, b_gain, mask=m_t)
 
@@ -294,7 +295,7 @@ def delta_window(
         # one step of the forward substitution: row t of M is β_t e_t − A[t, :]·M
         b_new = tl.where(o_l == i_last, b_beta, 0.0) - tl.sum(b_a[:, None] * b_m, axis=0)
         b_m = tl.where((o_l == i_last)[:, None], b_new[None, :], b_m)
-        m_l = (o_l < L) & m_t
+        m_l = o_l < tl.where(m_t, L, 0)
         tl.store(p_mix + i_last * L + o_l, b_new, mask=m_l)
         i_head = (i_b * T + i_t) * H + i_h
         if i_used > 0:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..kernels.inputs import TokenInputs, concat_tokens
 from ..kernels.speculative import accept, verify
 from ..kernels.step import folded, scan
+from ..kernels.step import step as reference_step
 from ..quant.errors import InvalidValueError, QuantizeStateError
 from ..quant.state import DecodeState
 
@@ -29,7 +30,7 @@ class CachedState:
     inputs since the last ``crop``, which says how many of them stay. ``prompted`` is False where a prompt comes next.
     """
 
-    __slots__ = ("__weakref__", "drafts", "home", "homes", "prompted", "state", "transposed")
+    __slots__ = ("__weakref__", "_steps", "_workspace", "drafts", "home", "homes", "prompted", "state", "transposed")
 
     def __init__(self, state: DecodeState, transposed: bool, home: Any, homes: Homes) -> None:
         self.state = state
@@ -38,6 +39,29 @@ class CachedState:
         self.homes = homes
         self.drafts: TokenInputs | None = None
         self.prompted = True
+        self._workspace: Any = None  # what the kernels' launches hand on, kept so that a captured graph finds it
+        self._steps = 0
+
+    def step(self, inputs: TokenInputs) -> Tensor:
+        """One token for each row: by the kernels on a GPU, where they can, else by the reference.
+
+        The kernels do not wait for the device, so Inf or NaN in a state is found once a window, and never while a
+        graph is captured.
+        """
+        state = self.state
+        if state.cursor.device.type != "cuda":
+            return reference_step(state, inputs)
+        from ..kernels import sequence  # loads Triton
+
+        if sequence.unsupported(state) is not None:
+            return reference_step(state, inputs)
+        if self._workspace is None:
+            self._workspace = sequence.Workspace.allocate(state, state.slots)
+        y = sequence.step(state, inputs, workspace=self._workspace)
+        self._steps += 1
+        if self._steps % state.policy.window == 0 and not torch.cuda.is_current_stream_capturing():
+            self._workspace.check_finite(state)
+        return y
 
     def tensor(self) -> Tensor:
         """The state, its ring folded in, as the untouched model continues from it: float32, in transformers' layout."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.inputs import TokenInputs
-from ..kernels.step import prefill, scan, step
+from ..kernels.step import prefill, scan
 from ..quant.errors import QuantizeStateError
 from ..quant.policy import StatePolicy
 from ..quant.spec import LayerSpec
@@ -98,7 +98,7 @@ class AttachedLayer:
         held.settle()
         if self._handle.teacher_forced:
             return scan(held.state, inputs)
-        return prefill(held.state, inputs) if fresh or inputs.tokens != 1 else step(held.state, inputs)
+        return prefill(held.state, inputs) if fresh or inputs.tokens != 1 else held.step(inputs)
 
     def _spec(self, inputs: TokenInputs, qk_l2norm: bool, query_scale: float) -> LayerSpec:
         heads, value_dim = inputs.v.shape[-2:]
