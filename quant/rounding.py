@@ -140,6 +140,18 @@ def _mix_(x: Tensor, key: Tensor, scratch: Tensor) -> Tensor:
     return _xorshift_(x, 15, scratch).mul_(_word(0x846CA68B, x.device))
 
 
+def stream_keys(seeds: Tensor) -> tuple[Tensor, Tensor]:
+    """k0 and k1 of ``uniform``, int32 like ``seeds``."""
+    device = seeds.device
+
+    def fin(x: Tensor) -> Tensor:
+        scratch = torch.empty_like(x)
+        return _xorshift_(_mix_(x, _word(0, device), scratch), 16, scratch)
+
+    lo, hi = seeds.to(torch.int32), (seeds >> 32).to(torch.int32)
+    return fin(lo ^ fin(hi + _word(0x9E3779B9, device))), fin(hi ^ fin(lo + _word(0x85EBCA6B, device)))
+
+
 def uniform(seeds: Tensor, count: int) -> Tensor:
     """Random numbers for stochastic rounding: float32 [n, count], multiples of 2**-24 in [0, 1).
 
@@ -152,14 +164,7 @@ def uniform(seeds: Tensor, count: int) -> Tensor:
         u(i) = (mix(i + k0, k1) >> 8) · 2**-24   i = v·K + k in a [V, K] tile
     """
     device = seeds.device
-
-    def fin(x: Tensor) -> Tensor:
-        scratch = torch.empty_like(x)
-        return _xorshift_(_mix_(x, _word(0, device), scratch), 16, scratch)
-
-    lo, hi = seeds.to(torch.int32), (seeds >> 32).to(torch.int32)
-    k0 = fin(lo ^ fin(hi + _word(0x9E3779B9, device)))
-    k1 = fin(hi ^ fin(lo + _word(0x85EBCA6B, device)))
+    k0, k1 = stream_keys(seeds)
     x = torch.arange(count, dtype=torch.int32, device=device) + k0[:, None]
     _mix_(x, k1[:, None], scratch := torch.empty_like(x))
     torch.bitwise_right_shift(x, _word(8, device), out=scratch)

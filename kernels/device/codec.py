@@ -156,9 +156,15 @@ def power_of_two_scale(b_amax, EMAX: tl.constexpr):
 
 
 @triton.jit
-def _e4m3_round(b_raw):
-    """Block scales to E4M3, as float32, at least its smallest value above zero."""
-    return round_grid(tl.maximum(b_raw, 2.0**-9), 3, -6, 448.0)
+def _e4m3_round(b_raw, UNCLIPPED: tl.constexpr):
+    """Block scales to E4M3, as float32, at least its smallest value above zero; UNCLIPPED: the next one above those
+    that would clip an element (quant/scales.py)."""
+    b_scale = round_grid(tl.maximum(b_raw, 2.0**-9), 3, -6, 448.0)
+    if UNCLIPPED:
+        b_code = grid_code(b_scale, 3, -6, 448.0) + (b_raw > b_scale * (1 + 2.0**-20)).to(tl.int32)
+        return e4m3_scale(tl.minimum(b_code, 0x7E))
+    else:
+        return b_scale
 
 
 @triton.jit
@@ -176,16 +182,16 @@ def _fitting_error(b_a, b_multiplier, ISA: tl.constexpr):
 
 
 @triton.jit
-def two_level_scale(b_a, b_top, FOUR_OVER_SIX: tl.constexpr, ISA: tl.constexpr):
+def two_level_scale(b_a, b_top, FOUR_OVER_SIX: tl.constexpr, ISA: tl.constexpr, UNCLIPPED: tl.constexpr = False):
     """NVFP4's scales of magnitudes [R, K] of a head whose largest is b_top (a scalar): the blocks' scales and maxima
-    [R, K / 16], and the head's scale."""
+    [R, K / 16], and the head's scale. UNCLIPPED: for stochastic rounding."""
     b_amax = block_amax(b_a, 16)
     CEILING: tl.constexpr = 256.0 if FOUR_OVER_SIX else 448.0
     b_total = tl.div_rn(b_top, 6.0 * CEILING)
     b_total = tl.minimum(tl.maximum(b_total, SMALLEST), LARGEST / (6.0 * 448.0))
-    b_scale = _e4m3_round(tl.div_rn(b_amax, b_total * 6.0))
+    b_scale = _e4m3_round(tl.div_rn(b_amax, b_total * 6.0), UNCLIPPED)
     if FOUR_OVER_SIX:
-        b_wide = _e4m3_round(tl.div_rn(b_amax, b_total * 4.0))
+        b_wide = _e4m3_round(tl.div_rn(b_amax, b_total * 4.0), UNCLIPPED)
         b_narrow_error = _fitting_error(b_a, b_scale * b_total, ISA) * (b_scale * b_scale)
         b_wide_error = _fitting_error(b_a, b_wide * b_total, ISA) * (b_wide * b_wide)
         b_scale = tl.where(b_wide_error < b_narrow_error, b_wide, b_scale)

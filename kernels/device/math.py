@@ -8,12 +8,12 @@ from .targets import tl, triton
 
 @triton.jit
 def exp(b_x):
-    """e**x for x <= 88 to about one unit in the last place; zero below −87.3, and for −inf.
+    """e**x for x <= 88 to about one unit in the last place; zero below −87.3, and for −inf; NaN stays.
 
     The hardware's e**x errs by 2**-22 always to the same side: the checkpoint is multiplied by e**g at every flush,
     so a state that remembers long would drift. Cody and Waite's reduction and a polynomial (fma-free products of n).
     """
-    b_c = tl.maximum(b_x, -100.0)
+    b_c = tl.maximum(b_x, -100.0, propagate_nan=tl.PropagateNan.ALL)
     b_n = tl.floor(b_c * 1.4426950408889634 + 0.5)
     b_r = (b_c - b_n * 0.693359375) + b_n * 2.12194440e-4
     b_p = tl.full(b_x.shape, 1.0 / 5040, tl.float32)
