@@ -24,6 +24,7 @@ from ..quant.policy import StatePolicy, parse_arm
 from ..quant.spec import LayerSpec
 from ..quant.state import DecodeState
 from . import sequence
+from .scan import triton as scan
 from .device.targets import BLACKWELL, INTERPRET, TARGETS, Target, unavailable
 from .inputs import TokenInputs
 from .launch import Call, recording
@@ -97,14 +98,16 @@ def cases(quick: bool, shapes: Sequence[str] = (), arms: Sequence[str] = ()) -> 
 
 
 def record(spec: LayerSpec, policy: StatePolicy, target: Target) -> list[Call]:
-    """The launches of one step of two rows, as ``target`` would get them: BF16 activations, FP32 gates."""
-    if reason := sequence.unsupported_layer(spec, policy):
+    """The launches of one step of two rows, and of a scan of 64 tokens, as ``target`` would get them: BF16
+    activations, FP32 gates. A policy that the step has no kernels for gives those of the scan alone."""
+    steps = sequence.unsupported_layer(spec, policy)
+    if reason := steps and scan.unsupported_layer(spec, policy):
         raise InvalidValueError(f"no kernels for {policy.name}: {reason}")
     rate = -torch.ones(spec.heads) if spec.rules.gain_sets_decay else None
     state = DecodeState.allocate(spec, policy, 2, dtype=torch.bfloat16, decay_rate=rate)
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.zeros(2, 1, *shape, dtype=dtype)
+        return torch.zeros(2, 64, *shape, dtype=dtype)
 
     g = (spec.key_dim,) if spec.rules.decay == "channel" else ()
     inputs = TokenInputs(
@@ -114,9 +117,12 @@ def record(spec: LayerSpec, policy: StatePolicy, target: Target) -> list[Call]:
         empty(spec.heads, dtype=torch.float32),
         None if spec.rules.gain_sets_decay else empty(spec.heads, *g, dtype=torch.float32),
     )
-    out = empty(spec.heads, spec.value_dim)
+    out = empty(spec.heads, spec.value_dim)[:, :1].contiguous()
     with recording(target) as calls:
-        sequence.step(state, inputs, out=out)
+        if steps is None:
+            sequence.step(state, inputs.slice(0, 1).map(Tensor.contiguous), out=out)
+        if scan.unsupported_layer(spec, policy) is None:
+            scan.scan_windows(state, inputs, torch.arange(2))
     return calls
 
 

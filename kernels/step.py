@@ -7,6 +7,7 @@ whose output is zero and which changes nothing. Without ``slots``, row b is slot
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -88,7 +89,7 @@ def _scan_aligned(state: DecodeState, inputs: TokenInputs, slots: Tensor, fill: 
     state.position[slots] -= fill
     outputs = []
     if whole:
-        outputs.append(scan_windows(state, inputs.slice(0, whole), slots))
+        outputs.append(_windows_engine(state)(state, inputs.slice(0, whole), slots))
     state.position[slots] += inputs.tokens - whole
     if whole < inputs.tokens:
         rest = inputs.slice(whole, inputs.tokens)
@@ -98,6 +99,16 @@ def _scan_aligned(state: DecodeState, inputs: TokenInputs, slots: Tensor, fill: 
         y = readout(state.read_source[slots].decode(), read_terms(window), window.v)
         outputs.append(y.transpose(1, 2))
     return torch.cat(outputs, dim=1)[:, fill:]
+
+
+def _windows_engine(state: DecodeState) -> Callable[[DecodeState, TokenInputs, Tensor], Tensor]:
+    """What runs whole windows: on a GPU the kernels where they can (``scan.triton.unsupported``), else the reference."""
+    if state.cursor.device.type == "cuda":
+        from .scan import triton as kernels  # loads Triton, which nothing else here needs
+
+        if kernels.unsupported(state) is None:
+            return kernels.scan_windows
+    return scan_windows
 
 
 def prefill(state: DecodeState, inputs: TokenInputs, slots: Tensor | None = None) -> Tensor:

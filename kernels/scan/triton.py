@@ -29,7 +29,6 @@ from ..device.fake import fake_quantize, uniform
 from ..device.targets import tl, triton, unavailable
 from ..inputs import TokenInputs
 from ..launch import find_launch, isa_of, run
-from .reference import EXACT_CHUNK
 from .terms import token_terms, window_terms
 
 PIECE_BYTES = 1 << 30
@@ -37,23 +36,62 @@ PIECE_BYTES = 1 << 30
 
 MAX_WINDOW = 64
 
+EXACT_CHUNK = 16
+"""Tokens per fold of an FP32 recurrence that keeps no ring: the window that the kernels are quickest at."""
+
+
+@triton.jit
+def _checkpoint(
+    b_s, o_s, p_keys, FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, ROTATE: tl.constexpr, STOCHASTIC: tl.constexpr
+):  # fmt: skip
+    """What a checkpoint in FORMAT holds of b_s [R, K], whose elements have the numbers o_s in their head."""
+    if ROTATE > 1:
+        b_s = hadamard(b_s, ROTATE)
+    b_random = 0.0
+    if STOCHASTIC:
+        b_random = uniform(o_s, tl.load(p_keys), tl.load(p_keys + 1))
+    b_top = tile_amax(b_s) if FORMAT == "nvfp4" else 0.0
+    b_s = fake_quantize(b_s, b_top, b_random, FORMAT, FOUR_OVER_SIX, STOCHASTIC)
+    if ROTATE > 1:
+        b_s = hadamard(b_s, ROTATE)
+    return b_s
+
+
+@triton.jit
+def _rows_dot(b_s, p_x, o_l, L, ISA: tl.constexpr):
+    """b_s [R, K] times rows o_l of p_x [L, K], zero from L on: [R, LP]. A large tile by halves of its columns: the
+    parts of a whole one would not fit into registers beside it."""
+    R: tl.constexpr = b_s.shape[0]
+    K: tl.constexpr = b_s.shape[1]
+    if R * K > 8192:
+        b_a, b_b = tl.split(tl.permute(tl.reshape(b_s, [R, 2, K // 2]), (0, 2, 1)))
+        o_x = o_l[:, None] * K + tl.arange(0, K // 2)[None, :]
+        b_x = tl.load(p_x + o_x, mask=(o_l < L)[:, None], other=0.0)
+        b_y = dot_fp32(b_a, tl.trans(b_x), ISA)
+        b_x = tl.load(p_x + K // 2 + o_x, mask=(o_l < L)[:, None], other=0.0)
+        return b_y + dot_fp32(b_b, tl.trans(b_x), ISA)
+    else:
+        o_x = o_l[:, None] * K + tl.arange(0, K)[None, :]
+        return dot_fp32(b_s, tl.trans(tl.load(p_x + o_x, mask=(o_l < L)[:, None], other=0.0)), ISA)
+
 
 @triton.jit
 def carry_kernel(
-    p_state,  # [B, H, V, K] float32: what the checkpoint holds at the start; at the end what it holds then
-    p_ended,  # [B, H, V, K] float32: the last folded state, before its rounding
+    p_state, p_ended,  # [B, H, V, K] float32, one tensor: the state at the start; at the end the last folded one
     p_starts,  # [W, B, H, V, K] float32
     p_decay, p_x, p_p, p_query,  # terms.py
     p_v,  # [B, T, H, V]
-    p_keys,  # [W, B, H, 2] int32: keys of stochastic rounding
+    p_keys,  # [W, B, H, 2] int32: keys of the stochastic rounding that comes before each window
     p_y,  # [B, T, H, V] float32
     s_vb, s_vt, s_yb, s_yt,
-    W, T, L, H, V, BH,
+    W, I, T, L, H, V, BH,
     K: tl.constexpr, LP: tl.constexpr, R: tl.constexpr, MAMBA2: tl.constexpr, CHANNEL: tl.constexpr,
     FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, ROTATE: tl.constexpr, STOCHASTIC: tl.constexpr,
-    STARTS: tl.constexpr, STAGES: tl.constexpr, ISA: tl.constexpr,
+    STAGES: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Grid (V / R, B · H), R >= V for nvfp4. LP: L padded to at least 16, or 1 for windows of one token."""
+    """Grid (V / R, B · H), R >= V for nvfp4. LP: L padded to at least 16, or 1 for windows of one token, which store
+    no starts. The state is rounded to the checkpoint's FORMAT before every window from I on: before the first window
+    of all it is a checkpoint already."""
     i_bh = tl.program_id(1)
     i_b = (i_bh // H).to(tl.int64)
     i_h = i_bh % H
@@ -62,16 +100,17 @@ def carry_kernel(
     o_l = tl.arange(0, LP)
     m_v = o_v < V
     m_s = m_v[:, None]
-    o_s = i_bh.to(tl.int64) * (V * K) + o_v[:, None] * K + o_k[None, :]
+    o_s = o_v[:, None] * K + o_k[None, :]
     p_v += i_b * s_vb + i_h * V
     p_y += i_b * s_yb + i_h * V
-    b_s = tl.load(p_state + o_s, mask=m_s, other=0.0)
+    b_s = tl.load(p_state + i_bh.to(tl.int64) * (V * K) + o_s, mask=m_s, other=0.0)
     for i_w in tl.range(0, W, num_stages=STAGES):
         i_w = tl.cast(i_w, tl.int64)
         i = i_w * BH + i_bh
         i_start = i_w * L
-        if STARTS:
-            tl.store(p_starts + (i - i_bh) * (V * K) + o_s, b_s, mask=m_s)
+        if FORMAT != "fp32":
+            if i_w >= I:
+                b_s = _checkpoint(b_s, o_s, p_keys + 2 * i, FORMAT, FOUR_OVER_SIX, ROTATE, STOCHASTIC)
         if CHANNEL:
             b_decay = tl.load(p_decay + i * K + o_k)[None, :]
         else:
@@ -80,42 +119,20 @@ def carry_kernel(
             b_u = tl.load(p_v + i_start * s_vt + o_v, mask=m_v, other=0.0).to(tl.float32)
             if not MAMBA2:
                 b_u -= tl.sum(b_s * tl.load(p_x + i * K + o_k)[None, :], axis=1)
-            b_s = tl.fma(
-                b_s,
-                tl.broadcast_to(b_decay, b_s.shape),
-                b_u[:, None] * tl.load(p_p + i * K + o_k)[None, :],
-            )
+            b_new = b_u[:, None] * tl.load(p_p + i * K + o_k)[None, :]
         else:
-            m_l = i_start + o_l < T
+            tl.store(p_starts + i * (V * K) + o_s, b_s, mask=m_s)
             o_lk = i * (L * K) + o_l[:, None] * K + o_k[None, :]
-            m_lk = (o_l < L)[:, None]
-            b_u = tl.load(
-                p_v + (i_start + o_l[None, :]) * s_vt + o_v[:, None],
-                mask=(m_l & (o_l < L))[None, :] & m_v[:, None],
-                other=0.0,
-            ).to(tl.float32)
+            m_l = (o_l < L) & (i_start + o_l < T)
+            o_u = (i_start + o_l[None, :]) * s_vt + o_v[:, None]
+            b_u = tl.load(p_v + o_u, mask=m_l[None, :] & m_s, other=0.0).to(tl.float32)
             if not MAMBA2:
-                b_u -= dot_fp32(b_s, tl.trans(tl.load(p_x + o_lk, mask=m_lk, other=0.0)), ISA)
-            b_new = dot_fp32(b_u, tl.load(p_p + o_lk, mask=m_lk, other=0.0), ISA)
-            b_s = tl.fma(b_s, tl.broadcast_to(b_decay, b_s.shape), b_new)
+                b_u -= _rows_dot(b_s, p_x + i * (L * K), o_l, L, ISA)
+            b_new = dot_fp32(b_u, tl.load(p_p + o_lk, mask=(o_l < L)[:, None], other=0.0), ISA)
+        b_s = tl.fma(b_s, tl.broadcast_to(b_decay, b_s.shape), b_new)
         b_y = tl.sum(b_s * tl.load(p_query + i * K + o_k)[None, :], axis=1)
-        i_last = tl.minimum(i_start + L, T) - 1
-        tl.store(p_y + i_last * s_yt + o_v, b_y, mask=m_v)
-        if FORMAT != "fp32":
-            tl.store(p_ended + o_s, b_s, mask=(o_v < tl.where(i_w == W - 1, V, 0))[:, None])
-            if ROTATE > 1:
-                b_s = hadamard(b_s, ROTATE)
-            b_random = 0.0
-            if STOCHASTIC:
-                o_i = o_v[:, None] * K + o_k[None, :]
-                b_random = uniform(o_i, tl.load(p_keys + 2 * i), tl.load(p_keys + 2 * i + 1))
-            b_top = tile_amax(b_s) if FORMAT == "nvfp4" else 0.0
-            b_s = fake_quantize(b_s, b_top, b_random, FORMAT, FOUR_OVER_SIX, STOCHASTIC)
-            if ROTATE > 1:
-                b_s = hadamard(b_s, ROTATE)
-    if FORMAT == "fp32":
-        tl.store(p_ended + o_s, b_s, mask=m_s)
-    tl.store(p_state + o_s, b_s, mask=m_s)
+        tl.store(p_y + (tl.minimum(i_start + L, T) - 1) * s_yt + o_v, b_y, mask=m_v)
+    tl.store(p_ended + i_bh.to(tl.int64) * (V * K) + o_s, b_s, mask=m_s)
 
 
 @triton.jit
@@ -126,9 +143,10 @@ def read_kernel(
     s_vb, s_vt, s_yb, s_yt,
     T, L, H, V, BH,
     K: tl.constexpr, LP: tl.constexpr, R: tl.constexpr,
-    FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, ROTATE: tl.constexpr, ISA: tl.constexpr,
+    FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, ROTATE: tl.constexpr, ENCODED: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Grid (W, B · H): y = Q(S₀)·Θ + Vᵀ·C of all tokens but the last of each window. FORMAT "fp32": Q(S) = S."""
+    """Grid (W, B · H): y = Q(S₀)·Θ + Vᵀ·C of all tokens but the last of each window. ENCODED: starts are Q(S₀)
+    already, and rotated."""
     i_w = tl.program_id(0)
     i_bh = tl.program_id(1)
     i_b = (i_bh // H).to(tl.int64)
@@ -143,7 +161,7 @@ def read_kernel(
     p_v += i_b * s_vb + i_start * s_vt + i_h * V
     p_y += i_b * s_yb + i_start * s_yt + i_h * V
     b_top = tl.zeros([1, 1], tl.float32)
-    if FORMAT == "nvfp4":
+    if FORMAT == "nvfp4" and not ENCODED:
         for i_v in range(0, V, R):
             o_v = i_v + tl.arange(0, R)
             b_s = tl.load(p_starts + o_v[:, None] * K + o_k[None, :], mask=(o_v < V)[:, None], other=0.0)
@@ -152,15 +170,18 @@ def read_kernel(
             b_top = tl.maximum(b_top, tile_amax(b_s))
     m_lk = (o_l < L)[:, None]
     b_theta = tl.load(p_theta + i * (L * K) + o_l[:, None] * K + o_k[None, :], mask=m_lk, other=0.0)
+    if ROTATE > 1:
+        b_theta = hadamard(b_theta, ROTATE)
     m_c = (o_l < L)[:, None] & (o_l < L)[None, :]
     b_c = tl.load(p_c + i * (L * L) + o_l[:, None] * L + o_l[None, :], mask=m_c, other=0.0)
     for i_v in range(0, V, R):
         o_v = i_v + tl.arange(0, R)
         m_v = o_v < V
         b_s = tl.load(p_starts + o_v[:, None] * K + o_k[None, :], mask=m_v[:, None], other=0.0)
-        if ROTATE > 1:
-            b_s = hadamard(b_s, ROTATE)
-        b_s = fake_quantize(b_s, b_top, 0.0, FORMAT, FOUR_OVER_SIX, False)
+        if not ENCODED:
+            if ROTATE > 1:
+                b_s = hadamard(b_s, ROTATE)
+            b_s = fake_quantize(b_s, b_top, 0.0, FORMAT, FOUR_OVER_SIX, False)
         b_v = tl.load(p_v + o_l[:, None] * s_vt + o_v[None, :], mask=m_l[:, None] & m_v[None, :], other=0.0)
         b_y = dot_fp32(b_theta, tl.trans(b_s), ISA) + dot_fp32(b_c, b_v.to(tl.float32), ISA)
         m_y = (o_l < i_used - 1)[:, None] & m_v[None, :]
@@ -223,19 +244,17 @@ def piece_windows(spec: LayerSpec, length: int, rows: int) -> int:
 def scan_windows(state: DecodeState, inputs: TokenInputs, slots: Tensor) -> Tensor:
     """``reference.scan_windows`` by kernels: the same arguments, results and changes of ``state``."""
     spec, policy = state.spec, state.policy
-    chunked = policy.exact and policy.window == 1
-    length = EXACT_CHUNK[spec.rules.decay] if chunked else policy.window
+    length = EXACT_CHUNK if policy.exact and policy.window == 1 else policy.window
     inputs = inputs.map(_rows_contiguous)
     carried = state.checkpoint[slots].decode()
     copy = None if state.copy is None or length == 1 else state.copy[slots].decode(unrotate=False)
-    ended = torch.empty_like(carried)
     y = torch.empty(inputs.v.shape, dtype=torch.float32, device=carried.device)
     piece = length * piece_windows(spec, length, inputs.rows)
     for start in range(0, inputs.tokens, piece):
         stop = min(start + piece, inputs.tokens)
-        _piece(state, inputs.slice(start, stop), slots, length, carried, ended, copy, y[:, start:stop])
-        copy = None
-    state.renew_(ended, slots)
+        part = inputs.slice(start, stop)
+        _piece(state, part, slots, length, carried, copy, y[:, start:stop], first=start == 0)
+    state.renew_(carried, slots)
     return y
 
 
@@ -247,10 +266,10 @@ def _rows_contiguous(t: Tensor) -> Tensor:
 
 def _piece(
     state: DecodeState, inputs: TokenInputs, slots: Tensor, length: int,
-    carried: Tensor, ended: Tensor, copy: Tensor | None, y: Tensor,
+    carried: Tensor, copy: Tensor | None, y: Tensor, first: bool,
 ) -> None:  # fmt: skip
-    """A few windows of ``length`` tokens. ``carried`` and ``ended`` [B, H, V, K] and ``y`` [B, T, H, V] are written;
-    ``copy`` is what the first window reads, None: what its own start encodes to."""
+    """A few windows of ``length`` tokens: ``carried`` [B, H, V, K] becomes the last folded state, and ``y``
+    [B, T, H, V] is written. The ``first`` piece starts from a checkpoint and reads ``copy`` in its first window."""
     spec, policy, device = state.spec, state.policy, carried.device
     value_dim, key_dim, heads, tokens = spec.value_dim, spec.key_dim, spec.heads, inputs.tokens
     isa, lanes, windows = isa_of(device), inputs.rows * heads, -(-tokens // length)
@@ -275,7 +294,7 @@ def _piece(
             window_terms, (windows, lanes), launch,
             q, k, beta, g, rate, terms.decay, terms.x, terms.p, terms.theta, terms.c, terms.query, *strides,
             tokens, length, heads, spec.key_heads, lanes, LP=padded,
-            ROTATE=rotation_size(state.copy, key_dim), ISA=isa, **sizes, **prepare,
+            BK=min(launch.columns, key_dim), ISA=isa, **sizes, **prepare,
         )  # fmt: skip
 
     format, rule, _ = policy.how(policy.checkpoint)
@@ -285,43 +304,42 @@ def _piece(
     position = state.position[slots]
     keys = position
     if policy.stochastic:
-        ends = position + torch.arange(1, windows + 1, device=device)[:, None] * length
-        keys = torch.stack(stream_keys(state.rounding_seeds(ends.flatten())), dim=-1)
+        begins = position + torch.arange(windows, device=device)[:, None] * length
+        keys = torch.stack(stream_keys(state.rounding_seeds(begins.flatten())), dim=-1)
     starts = carried.new_empty(windows, *carried.shape) if length > 1 else carried
     run(
         carry_kernel, (triton.cdiv(value_dim, tile), lanes), launch,
-        carried, ended, starts, terms.decay, terms.x, terms.p, terms.query, v, keys, y,
+        carried, carried, starts, terms.decay, terms.x, terms.p, terms.query, v, keys, y,
         v.stride(0), v.stride(1), y.stride(0), y.stride(1),
-        windows, tokens, length, heads, value_dim, lanes, LP=padded, R=tile,
+        windows, int(first), tokens, length, heads, value_dim, lanes, LP=padded, R=tile,
         FORMAT=format, FOUR_OVER_SIX=rule == "four_over_six", ROTATE=rotation_size(state.checkpoint, key_dim),
-        STOCHASTIC=policy.stochastic, STARTS=length > 1, STAGES=launch.stages, ISA=isa,
+        STOCHASTIC=policy.stochastic, STAGES=launch.stages, ISA=isa,
         enable_fp_fusion=format == "fp32", **sizes,
     )  # fmt: skip
     state.position[slots] = position + tokens
     if length == 1:
         return
-    _read(state, inputs, length, starts, terms, y, quantises=state.copy is not None)
-    if copy is not None:
-        # the first window reads the copy as it is; the launch above has written it from its own start
-        _read(state, inputs.slice(0, length), length, copy, terms, y, quantises=False)
+    _read(state, inputs, length, starts, terms, y)
+    if first and copy is not None:  # after the launch above, which has quantised the first window's start as well
+        _read(state, inputs.slice(0, length), length, copy, terms, y, encoded=True)
 
 
 def _read(
-    state: DecodeState, inputs: TokenInputs, length: int, starts: Tensor, terms: Terms, y: Tensor, quantises: bool
+    state: DecodeState, inputs: TokenInputs, length: int, starts: Tensor, terms: Terms, y: Tensor, encoded: bool = False
 ) -> None:
-    """Outputs of the windows of ``inputs`` from ``starts`` [W, B, H, V, K], of which a copy is made if ``quantises``."""
+    """Outputs of the windows of ``inputs`` from ``starts`` [W, B, H, V, K], or ``encoded`` ones (rotated, decoded)."""
     spec, source = state.spec, state.read_source
     lanes, v = inputs.rows * spec.heads, inputs.v
     isa = isa_of(y.device)
-    format = source.format if quantises else "fp32"
-    launch = find_launch("scan_read", format, spec.value_dim, spec.key_dim, isa, lanes)
+    format = "fp32" if state.copy is None else source.format
+    launch = find_launch("scan_read", format if length <= 16 else "long", spec.value_dim, spec.key_dim, isa, lanes)
     run(
         read_kernel, (-(-inputs.tokens // length), lanes), launch,
         starts, terms.theta, terms.c, v, y, v.stride(0), v.stride(1), y.stride(0), y.stride(1),
         inputs.tokens, length, spec.heads, spec.value_dim, lanes,
         K=spec.key_dim, LP=max(16, triton.next_power_of_2(length)), R=min(launch.rows, padded_rows(spec.value_dim)),
         FORMAT=format, FOUR_OVER_SIX=source.scale_rule == "four_over_six",
-        ROTATE=rotation_size(source, spec.key_dim) if quantises else 0, ISA=isa, enable_fp_fusion=False,
+        ROTATE=rotation_size(state.copy, spec.key_dim), ENCODED=encoded, ISA=isa, enable_fp_fusion=False,
     )  # fmt: skip
 
 
