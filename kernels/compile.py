@@ -24,10 +24,10 @@ from ..quant.policy import StatePolicy, parse_arm
 from ..quant.spec import LayerSpec
 from ..quant.state import DecodeState
 from . import sequence
-from .scan import triton as scan
 from .device.targets import BLACKWELL, INTERPRET, TARGETS, Target, unavailable
 from .inputs import TokenInputs
 from .launch import Call, recording
+from .scan import triton as scan
 
 SHAPES: dict[str, LayerSpec] = {
     "nemotron-3-super": LayerSpec("mamba2", 128, 8, 64, 128),
@@ -48,6 +48,7 @@ QUICK = (
     ("nemotron-nano-4b", StatePolicy(read="fp8_e4m3")),
     ("qwen3.5-4b", StatePolicy(read="nvfp4", scale_rule="four_over_six")),
     ("glm-5.3-flash", StatePolicy(read="mxfp4", rotation="hadamard16")),
+    ("qwen3.5-4b", StatePolicy(checkpoint="nvfp4", window=1)),
 )
 """What a continuous-integration run compiles: every kernel, each family, both ways of scaling 4-bit codes."""
 
@@ -162,14 +163,15 @@ def source_of(call: Call) -> tuple[Any, dict[str, Any]]:
     attributes: dict[tuple[int], list[list[Any]]] = {}
     for i, (name, parameter) in enumerate(zip(names, call.kernel.params, strict=True)):
         value = given.pop(name)
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        free = parameter.do_not_specialize
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not free):
             signature[name], constants[name] = "constexpr", value
             continue
         if isinstance(value, Tensor):
             signature[name] = "*" + _POINTERS[value.dtype]
         else:
             signature[name] = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
-        if isinstance(value, Tensor) or value % 16 == 0:
+        if isinstance(value, Tensor) or (value % 16 == 0 and not free):
             attributes[(i,)] = [["tt.divisibility", 16]]
     return ASTSource(call.kernel, signature, constants, attributes), given
 

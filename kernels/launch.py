@@ -65,6 +65,7 @@ TABLE: tuple[Entry, ...] = (
     Entry(Launch(warps=16, stages=3), "scan_token_carry", "nvfp4"),
     Entry(Launch(rows=16, warps=4, stages=3), "scan_token_carry"),
     Entry(Launch(rows=16, warps=4), "scan_read", "long"),
+    Entry(Launch(rows=16, warps=4), "scan_read", "fp32"),
     Entry(Launch(rows=32, warps=4), "scan_read"),
 )
 

@@ -102,7 +102,7 @@ def _scan_aligned(state: DecodeState, inputs: TokenInputs, slots: Tensor, fill: 
 
 
 def _windows_engine(state: DecodeState) -> Callable[[DecodeState, TokenInputs, Tensor], Tensor]:
-    """What runs whole windows: on a GPU the kernels where they can (``scan.triton.unsupported``), else the reference."""
+    """What runs whole windows: on a GPU the kernels, unless ``scan.triton.unsupported`` says why not."""
     if state.cursor.device.type == "cuda":
         from .scan import triton as kernels  # loads Triton, which nothing else here needs
 

@@ -36,7 +36,7 @@ def _log_decays(p_g, o_g, m_g, b_rate):
     return tl.load(p_g + o_g, mask=m_g, other=0.0).to(tl.float32) * b_rate
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def token_terms(
     p_q, p_k, p_beta, p_g, p_rate,  # as in window_terms
     p_decay, p_x, p_p, p_query,  # [T, B, H, 1 or K] and [T, B, H, K], float32
@@ -45,12 +45,12 @@ def token_terms(
     K: tl.constexpr, R: tl.constexpr, MAMBA2: tl.constexpr, CHANNEL: tl.constexpr,
     NORM: tl.constexpr, SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Windows of one token. Grid (T / R, B · H)."""
-    i_bh = tl.program_id(1)
+    """Windows of one token. Grid (B · H, T / R)."""
+    i_bh = tl.program_id(0)
     i_b = (i_bh // H).to(tl.int64)
     i_h = i_bh % H
     i_key = i_h // (H // Hk)
-    o_t = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    o_t = (tl.program_id(1) * R + tl.arange(0, R)).to(tl.int64)
     m_t = o_t < T
     o_k = tl.arange(0, K)
     b_k = tl.load(p_k + i_b * s_kb + i_key * K + o_t[:, None] * s_kt + o_k[None, :], mask=m_t[:, None], other=0.0)
@@ -123,7 +123,7 @@ def _columns(p_x, o_l, s_t, o_c, m_l):
     return tl.load(p_x + o_l[:, None] * s_t + o_c[None, :], mask=m_l[:, None], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "L"])
 def window_terms(
     p_q, p_k, p_beta, p_g, p_rate,  # [B, T, Hk, K] twice, [B, T, H], [B, T, H] or [B, T, H, K] (Mamba-2: beta), [H]
     p_decay, p_x, p_p, p_theta, p_c, p_query,  # [W, B, H, ...]: 1 or K; [L, K] three times; [L, L]; K. float32
@@ -132,13 +132,13 @@ def window_terms(
     K: tl.constexpr, LP: tl.constexpr, BK: tl.constexpr, MAMBA2: tl.constexpr, CHANNEL: tl.constexpr,
     NORM: tl.constexpr, SCALE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Grid (W, B · H): windows of L tokens, the last one maybe shorter, LP: L padded. Columns in chunks of BK.
+    """Grid (B · H, W): windows of L tokens, the last one maybe shorter, LP: L padded. Columns in chunks of BK.
 
     decay, X and P of the fold (kernels/window/reference.py), Θ and C of every token, and the query of the last, which
     reads the folded state.
     """
-    i_w = tl.program_id(0)
-    i_bh = tl.program_id(1)
+    i_bh = tl.program_id(0)
+    i_w = tl.program_id(1)
     i_b = (i_bh // H).to(tl.int64)
     i_h = i_bh % H
     i_key = i_h // (H // Hk)

@@ -75,7 +75,7 @@ def _rows_dot(b_s, p_x, o_l, L, ISA: tl.constexpr):
         return dot_fp32(b_s, tl.trans(tl.load(p_x + o_x, mask=(o_l < L)[:, None], other=0.0)), ISA)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["W", "I", "T", "L"])
 def carry_kernel(
     p_state, p_ended,  # [B, H, V, K] float32, one tensor: the state at the start; at the end the last folded one
     p_starts,  # [W, B, H, V, K] float32
@@ -89,13 +89,13 @@ def carry_kernel(
     FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, ROTATE: tl.constexpr, STOCHASTIC: tl.constexpr,
     STAGES: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Grid (V / R, B · H), R >= V for nvfp4. LP: L padded to at least 16, or 1 for windows of one token, which store
+    """Grid (B · H, V / R), R >= V for nvfp4. LP: L padded to at least 16, or 1 for windows of one token, which store
     no starts. The state is rounded to the checkpoint's FORMAT before every window from I on: before the first window
     of all it is a checkpoint already."""
-    i_bh = tl.program_id(1)
+    i_bh = tl.program_id(0)
     i_b = (i_bh // H).to(tl.int64)
     i_h = i_bh % H
-    o_v = tl.program_id(0) * R + tl.arange(0, R)
+    o_v = tl.program_id(1) * R + tl.arange(0, R)
     o_k = tl.arange(0, K)
     o_l = tl.arange(0, LP)
     m_v = o_v < V
@@ -109,12 +109,9 @@ def carry_kernel(
         i = i_w * BH + i_bh
         i_start = i_w * L
         if FORMAT != "fp32":
-            if i_w >= I:
+            if i_w >= I:  # noqa: SIM102 (one is known at compile time)
                 b_s = _checkpoint(b_s, o_s, p_keys + 2 * i, FORMAT, FOUR_OVER_SIX, ROTATE, STOCHASTIC)
-        if CHANNEL:
-            b_decay = tl.load(p_decay + i * K + o_k)[None, :]
-        else:
-            b_decay = tl.load(p_decay + i)
+        b_decay = tl.load(p_decay + i * K + o_k)[None, :] if CHANNEL else tl.load(p_decay + i)
         if LP == 1:
             b_u = tl.load(p_v + i_start * s_vt + o_v, mask=m_v, other=0.0).to(tl.float32)
             if not MAMBA2:
@@ -135,7 +132,7 @@ def carry_kernel(
     tl.store(p_ended + i_bh.to(tl.int64) * (V * K) + o_s, b_s, mask=m_s)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "L"])
 def read_kernel(
     p_starts,  # [W, B, H, V, K] float32
     p_theta, p_c,  # [W, B, H, L, K], [W, B, H, L, L] float32
@@ -145,10 +142,10 @@ def read_kernel(
     K: tl.constexpr, LP: tl.constexpr, R: tl.constexpr,
     FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, ROTATE: tl.constexpr, ENCODED: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Grid (W, B · H): y = Q(S₀)·Θ + Vᵀ·C of all tokens but the last of each window. ENCODED: starts are Q(S₀)
+    """Grid (B · H, W): y = Q(S₀)·Θ + Vᵀ·C of all tokens but the last of each window. ENCODED: starts are Q(S₀)
     already, and rotated."""
-    i_w = tl.program_id(0)
-    i_bh = tl.program_id(1)
+    i_bh = tl.program_id(0)
+    i_w = tl.program_id(1)
     i_b = (i_bh // H).to(tl.int64)
     i_h = i_bh % H
     i = i_w.to(tl.int64) * BH + i_bh
@@ -235,10 +232,10 @@ class Terms:
 
 
 def piece_windows(spec: LayerSpec, length: int, rows: int) -> int:
-    """Windows of a piece: what they hold stays below PIECE_BYTES."""
+    """Windows of a piece: what they hold stays below PIECE_BYTES, and a grid takes no more than 65,535."""
     start = spec.value_dim * spec.key_dim if length > 1 else 0
     per_window = start + length * (3 * spec.key_dim + length) + 2 * spec.key_dim
-    return max(1, PIECE_BYTES // (4 * rows * spec.heads * per_window))
+    return min(max(1, PIECE_BYTES // (4 * rows * spec.heads * per_window)), 65_535)
 
 
 def scan_windows(state: DecodeState, inputs: TokenInputs, slots: Tensor) -> Tensor:
@@ -278,20 +275,21 @@ def _piece(
     q, k, v, beta = inputs.q, inputs.k, inputs.v, inputs.beta
     g = beta if inputs.g is None else inputs.g
     rate = beta if state.decay_rate is None else state.decay_rate
-    sizes: dict[str, Any] = {"K": key_dim, "MAMBA2": not spec.rules.delta_rule, "CHANNEL": spec.rules.decay == "channel"}
+    mamba2, channel = not spec.rules.delta_rule, spec.rules.decay == "channel"
+    sizes: dict[str, Any] = {"K": key_dim, "MAMBA2": mamba2, "CHANNEL": channel}
     prepare = {"NORM": spec.qk_l2norm, "SCALE": spec.query_scale}
     strides = tuple(t.stride(i) for t in (q, k, beta, g) for i in (0, 1))
     if length == 1:
         launch = find_launch("scan_token_terms", "", value_dim, key_dim, isa, lanes)
         run(
-            token_terms, (triton.cdiv(tokens, launch.rows), lanes), launch,
+            token_terms, (lanes, triton.cdiv(tokens, launch.rows)), launch,
             q, k, beta, g, rate, terms.decay, terms.x, terms.p, terms.query, *strides,
             tokens, heads, spec.key_heads, lanes, R=launch.rows, **sizes, **prepare,
         )  # fmt: skip
     else:
         launch = find_launch("scan_terms", str(padded), value_dim, key_dim, isa, lanes)
         run(
-            window_terms, (windows, lanes), launch,
+            window_terms, (lanes, windows), launch,
             q, k, beta, g, rate, terms.decay, terms.x, terms.p, terms.theta, terms.c, terms.query, *strides,
             tokens, length, heads, spec.key_heads, lanes, LP=padded,
             BK=min(launch.columns, key_dim), ISA=isa, **sizes, **prepare,
@@ -308,7 +306,7 @@ def _piece(
         keys = torch.stack(stream_keys(state.rounding_seeds(begins.flatten())), dim=-1)
     starts = carried.new_empty(windows, *carried.shape) if length > 1 else carried
     run(
-        carry_kernel, (triton.cdiv(value_dim, tile), lanes), launch,
+        carry_kernel, (lanes, triton.cdiv(value_dim, tile)), launch,
         carried, carried, starts, terms.decay, terms.x, terms.p, terms.query, v, keys, y,
         v.stride(0), v.stride(1), y.stride(0), y.stride(1),
         windows, int(first), tokens, length, heads, value_dim, lanes, LP=padded, R=tile,
@@ -332,9 +330,10 @@ def _read(
     lanes, v = inputs.rows * spec.heads, inputs.v
     isa = isa_of(y.device)
     format = "fp32" if state.copy is None else source.format
-    launch = find_launch("scan_read", format if length <= 16 else "long", spec.value_dim, spec.key_dim, isa, lanes)
+    size = "long" if length > 16 else "fp32" if encoded else format
+    launch = find_launch("scan_read", size, spec.value_dim, spec.key_dim, isa, lanes)
     run(
-        read_kernel, (-(-inputs.tokens // length), lanes), launch,
+        read_kernel, (lanes, -(-inputs.tokens // length)), launch,
         starts, terms.theta, terms.c, v, y, v.stride(0), v.stride(1), y.stride(0), y.stride(1),
         inputs.tokens, length, spec.heads, spec.value_dim, lanes,
         K=spec.key_dim, LP=max(16, triton.next_power_of_2(length)), R=min(launch.rows, padded_rows(spec.value_dim)),
