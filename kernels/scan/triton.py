@@ -108,8 +108,8 @@ def carry_kernel(
         i_w = tl.cast(i_w, tl.int64)
         i = i_w * BH + i_bh
         i_start = i_w * L
-        if FORMAT != "fp32":
-            if i_w >= I:  # noqa: SIM102 (one is known at compile time)
+        if FORMAT != "fp32":  # noqa: SIM102 (known at compile time, which the next is not)
+            if i_w >= I:
                 b_s = _checkpoint(b_s, o_s, p_keys + 2 * i, FORMAT, FOUR_OVER_SIX, ROTATE, STOCHASTIC)
         b_decay = tl.load(p_decay + i * K + o_k)[None, :] if CHANNEL else tl.load(p_decay + i)
         if LP == 1:
