@@ -157,7 +157,7 @@ def read_kernel(
     p_starts += i * (V * K)
     p_v += i_b * s_vb + i_start * s_vt + i_h * V
     p_y += i_b * s_yb + i_start * s_yt + i_h * V
-    b_top = tl.zeros([1, 1], tl.float32)
+    b_top = 0.0
     if FORMAT == "nvfp4" and not ENCODED:
         for i_v in range(0, V, R):
             o_v = i_v + tl.arange(0, R)

@@ -96,8 +96,10 @@ def load_rows(p_ring, p_token, i_row, s_row, s_token, o_l, o_k, m_k, i_n):
 @triton.jit
 def load_scalars(p_ring, p_token, i_row, s_row, s_token, o_l, i_n):
     """The same of log-decays or gains, one per row: [LP] float32."""
-    p_x = tl.where(o_l < i_row, p_ring + o_l * s_row, p_token + (o_l - i_row) * s_token)
-    return tl.load(p_x, mask=(o_l < i_row + i_n) & (o_l >= 0), other=0.0)
+    m_r = (o_l < i_row) & (o_l >= 0)
+    m_t = (o_l >= i_row) & (o_l < i_row + i_n) & (o_l >= 0)
+    b_r = tl.load(p_ring + o_l * s_row, mask=m_r, other=0.0)
+    return tl.where(m_t, tl.load(p_token + (o_l - i_row) * s_token, mask=m_t, other=0.0).to(tl.float32), b_r)
 
 
 @triton.jit
