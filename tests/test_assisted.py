@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
 from tiny_models import TINY_MODELS, build, cache_of, run, steps, tokens
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from quantize_state.adapters import attach
+from quantize_state.adapters import attach, cache_argument
 from quantize_state.quant.errors import InvalidValueError
 
 torch.set_num_threads(1)
@@ -69,6 +71,8 @@ def helper_of(model, noise):
 @pytest.mark.parametrize("name", TINY_MODELS)
 def test_prompt_lookup_gives_the_tokens_of_plain_decoding(name):
     model = build(name)
+    if cache_argument(model) == "cache_params":
+        pytest.skip("transformers before 5.24 finds no cache of this class to roll back")
     with attach(model, "decoupled-nvfp4-w5") as handle:
         plain = generate(model, PATTERN, max_new_tokens=24)
         assisted = generate(model, PATTERN, max_new_tokens=24, prompt_lookup_num_tokens=6)
@@ -113,7 +117,7 @@ def test_prompts_shorter_than_the_convolution(name, length):
         )
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, "nemotron_h"])
 @pytest.mark.parametrize("arm", ["decoupled-nvfp4-w6", "coupled-fp8", "replay-fp32"])
 def test_rolling_back_a_cache(name, arm):
     """Wrong tokens, fed singly or together and over window ends, leave no trace once they are cropped."""
@@ -150,7 +154,7 @@ def test_rolling_back_a_cache(name, arm):
             assert int(one.position[0]) == 40
 
 
-@pytest.mark.parametrize("how", ["copied", "pickled", "left"])
+@pytest.mark.parametrize("how", ["copied", "reordered", "pickled", "left"])
 def test_drafts_travel_with_a_cache(how):
     model = build("qwen3_next")
     ids = tokens(1, 30, seed=5)
@@ -164,13 +168,15 @@ def test_drafts_travel_with_a_cache(how):
             copied = copy.deepcopy(cache)
             run(model, tokens(1, 5), cache=cache)
             cache = copied
+        elif how == "reordered":
+            cache.reorder_cache(torch.tensor([0]))
         elif how == "pickled":
             cache = pickle.loads(pickle.dumps(cache))
         else:
             handle.detach()
         rest, cache = run(model, ids[:, 20:24], cache=cache)
         close(rest, expected[:, 20:24])
-        if how == "copied":
+        if how in ("copied", "reordered"):
             cache.crop(-4)
             close(run(model, ids[:, 20:], cache=cache)[0], expected[:, 20:])
 
@@ -186,6 +192,18 @@ def test_after_generate_the_cache_goes_on_plainly():
         assert not any(getattr(layer, "record_past", False) for layer in cache_of(assisted).layers[:1])
 
 
+def test_a_second_turn_begins_with_a_prompt():
+    """Which is exact and renews the copy, although the cache holds a state already."""
+    model, seen = build("qwen3_next"), []
+    with attach(model, "decoupled-nvfp4-w6") as handle:
+        first = generate(model, PATTERN, max_new_tokens=6, prompt_lookup_num_tokens=4)
+        cache, ids = cache_of(first), torch.cat([first.sequences, PATTERN], dim=1)
+        before = cache.get_seq_length()
+        handle.observer = lambda layer, inputs, y, state: seen.append((int(state.position), int(state.cursor)))
+        generate(model, ids, max_new_tokens=6, prompt_lookup_num_tokens=4, **{cache_argument(model): cache})
+    assert before < seen[0][0] and seen[0] == seen[1] and seen[0][1] == 0, seen
+
+
 def test_a_sampled_text_may_be_drafted():
     model = build("qwen3_next")
     with attach(model, "decoupled-nvfp4-w6") as handle:
@@ -198,6 +216,15 @@ def test_a_sampled_text_may_be_drafted():
             prompt_lookup_num_tokens=4,
         )
         assert ids.shape[1] == PATTERN.shape[1] + 20 and handle.acceptance.steps > 0
+
+
+def test_a_model_that_is_forgotten_while_attached_is_freed():
+    model = build("olmo_hybrid")  # a class of its own, since nobody gives this one back
+    attach(model, "replay-fp32")
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
 
 
 class TestClassesAreGivenBack:

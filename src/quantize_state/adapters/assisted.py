@@ -36,8 +36,8 @@ class Acceptance:
         return 1 + self.accepted / self.steps if self.steps else 1.0
 
 
-_handles: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""Attached models that can generate, with the handle that ``attach`` returned."""
+_handles: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""Attached models that can generate, with the handle that ``attach`` returned; the model's hooks keep that alive."""
 
 _swaps: dict[tuple[type, str], tuple[Any, int]] = {}
 """(class, attribute) → what the class's own namespace held, and the number of users."""
@@ -45,11 +45,16 @@ _swaps: dict[tuple[type, str], tuple[Any, int]] = {}
 _ABSENT = object()
 
 
+def _handle(model: nn.Module) -> Any:
+    found = _handles.get(model)
+    return None if found is None else found()
+
+
 def swap_in(model: nn.Module, handle: Any, undo: Callable[..., Any]) -> None:
     """Let the generating modules in ``model`` draft, as far as transformers is there; ``undo(f, *args)`` notes how."""
     for module in model.modules():
         if hasattr(type(module), "_assisted_decoding"):
-            _handles[module] = handle
+            _handles[module] = weakref.ref(handle)
             undo(_handles.pop, module, None)
             for name, replacement in _MODEL.items():
                 _swap(type(module), name, replacement, undo)
@@ -88,13 +93,13 @@ class _Stateful:
         self.original = original
 
     def __get__(self, model: nn.Module | None, owner: type) -> bool:
-        handle = None if model is None else _handles.get(model)
+        handle = None if model is None else _handle(model)
         return self.original if handle is None or None in handle.policies.values() else False
 
 
 def _assisted_decoding(original: Callable[..., Any]) -> Callable[..., Any]:
     def decode(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        handle = _handles.get(model)
+        handle = _handle(model)
         if handle is None:
             return original(model, *args, **kwargs)
         cache = next((c for name in CACHE_NAMES if (c := kwargs.get(name)) is not None), None)
@@ -123,7 +128,7 @@ def _states(cache: Any) -> list[Any]:
 def _candidate_generator(original: Callable[..., Any]) -> Callable[..., Any]:
     def create(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         generator = original(model, *args, **kwargs)
-        handle = _handles.get(model)
+        handle = _handle(model)
         if handle is not None:
             handle.acceptance = Acceptance()
             _watch(generator, handle.acceptance)
@@ -176,17 +181,18 @@ def _is_croppable(original: Any) -> property:
 
 def _crop(original: Callable[..., Any]) -> Callable[..., Any]:
     def crop(layer: Any, tokens_to_remove: int) -> None:
-        held = [state for state in layer.recurrent_states.values() if isinstance(state, CachedState)]
-        if not held or tokens_to_remove > 0 or not layer.record_past:
+        removed = -int(tokens_to_remove)
+        if removed < 0 or not layer.record_past:  # for which transformers has its errors
             original(layer, tokens_to_remove)
             return
-        for state in held:
-            state.crop(-tokens_to_remove)
-        # transformers' own would do, if it knew convolutions that a layer does not have and prompts that are shorter.
+        for state in layer.recurrent_states.values():
+            if isinstance(state, CachedState):
+                state.crop(removed)
+        # transformers' own would do, if it knew layers without a convolution, and prompts that are shorter than one.
         for i, size in layer.conv_kernel_size.items():
             if size is not None:
                 columns = layer.conv_states[i]
-                columns = columns[..., : columns.shape[-1] + tokens_to_remove][..., -size:]
+                columns = columns[..., : columns.shape[-1] - removed][..., -size:]
                 layer.conv_states[i] = F.pad(columns, (size - columns.shape[-1], 0))
 
     return crop

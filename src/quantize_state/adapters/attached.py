@@ -37,7 +37,8 @@ def attach(model: nn.Module, policy: Policy, *, teacher_forced: bool = False) ->
       it gives what as many single steps would. (Mamba-2's limits on Δ, which some models have, apply to prompts
       alone: transformers' single-token function has none, nor have serving engines.)
 
-    The model works as ever otherwise: ``generate()``, padded batches, beam search, static caches. A cache made by
+    The model works as ever otherwise: ``generate()``, padded batches, beam search, static caches; and beyond that,
+    assisted generation, which transformers refuses for recurrent states (docs/speculative.md). A cache made by
     the model when it was not attached is taken in on first use; when the context is left, also by an exception,
     every live cache gets plain tensors, and the model is what it was. For inference alone: a backward pass through
     a state raises QuantizeStateError.
@@ -54,7 +55,7 @@ class Attached:
     ``model`` is the model, ``layers`` are the attached layers in order, ``others`` the classes of its other layers
     with their numbers. ``observer``, where set, is called as ``observer(layer, inputs, y, state)`` after each
     layer's recurrence, with its outputs before Mamba-2's skip and before gates. ``teacher_forced`` may be changed
-    between calls.
+    between calls. ``acceptance`` counts the drafts of the last assisted generation; ``verifying`` says that one runs.
     """
 
     def __init__(self, model: nn.Module, policy: Policy, *, teacher_forced: bool = False) -> None:

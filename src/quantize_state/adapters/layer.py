@@ -95,7 +95,6 @@ class AttachedLayer:
             last = inputs.tokens - 1
             head = [prefill(held.state, inputs.slice(0, last))] if last else []
             return torch.cat([*head, held.verify(inputs.slice(last, last + 1))], dim=1)
-        held.settle()
         if self._handle.teacher_forced:
             return scan(held.state, inputs)
         return prefill(held.state, inputs) if fresh or inputs.tokens != 1 else held.step(inputs)
