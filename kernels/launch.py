@@ -57,7 +57,7 @@ TABLE: tuple[Entry, ...] = (
     # terms of a scan by padded window; the carry of nvfp4 holds whole heads, whose scale is one, others some rows
     Entry(Launch(warps=8, columns=32), "scan_terms", "64"),
     Entry(Launch(warps=8, columns=64), "scan_terms", "32"),
-    Entry(Launch(warps=4, columns=64), "scan_terms"),
+    Entry(Launch(warps=4, columns=32), "scan_terms"),
     Entry(Launch(warps=4, rows=16), "scan_token_terms"),
     Entry(Launch(warps=8, stages=2), "scan_carry", "nvfp4", 64),
     Entry(Launch(warps=8, stages=1), "scan_carry", "nvfp4"),
@@ -65,7 +65,7 @@ TABLE: tuple[Entry, ...] = (
     Entry(Launch(warps=16, stages=3), "scan_token_carry", "nvfp4"),
     Entry(Launch(rows=16, warps=4, stages=3), "scan_token_carry"),
     Entry(Launch(rows=16, warps=4), "scan_read", "long"),
-    Entry(Launch(rows=16, warps=4), "scan_read", "fp32"),
+    Entry(Launch(rows=64, warps=8), "scan_read", "fp32"),
     Entry(Launch(rows=32, warps=4), "scan_read"),
 )
 
