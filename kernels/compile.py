@@ -28,17 +28,9 @@ from .device.targets import BLACKWELL, INTERPRET, TARGETS, Target, unavailable
 from .inputs import TokenInputs
 from .launch import Call, recording
 from .scan import triton as scan
-
-SHAPES: dict[str, LayerSpec] = {
-    "nemotron-3-super": LayerSpec("mamba2", 128, 8, 64, 128),
-    "nemotron-nano-4b": LayerSpec("mamba2", 96, 8, 80, 128),
-    "nemotron-3-ultra": LayerSpec("mamba2", 256, 8, 64, 128),
-    "qwen3.5-4b": LayerSpec("gdn", 32, 16, 128, 128, qk_l2norm=True, query_scale=128**-0.5),
-    "qwen3.5-122b": LayerSpec("gdn", 64, 16, 128, 128, qk_l2norm=True, query_scale=128**-0.5),
-    "glm-5.3-flash": LayerSpec("kda", 64, 64, 128, 128, qk_l2norm=True, query_scale=128**-0.5),
-    "kimi-k3-rank": LayerSpec("kda", 12, 12, 128, 128, qk_l2norm=True, query_scale=128**-0.5),
-}
-"""The layers that the kernels are made for."""
+from .shapes import SHAPES, find_shape
+from .standard.renew import renew
+from .standard.triton import step as standard_step
 
 READS = (None, "fp32", "bf16", "fp16", "fp8_e4m3", "mxfp8", "int8", "nvfp4", "mxfp4")
 
@@ -82,9 +74,7 @@ class Compiled:
 
 def cases(quick: bool, shapes: Sequence[str] = (), arms: Sequence[str] = ()) -> list[tuple[str, StatePolicy]]:
     """(shape, policy) pairs: those of QUICK, or every shape with every read format; or of the given ones alone."""
-    for name in shapes:
-        if name not in SHAPES:
-            raise unknown_name("shape", name, SHAPES)
+    shapes = [find_shape(name)[0] for name in shapes]
     if arms:
         return [(s, parse_arm(a)) for s in shapes or SHAPES for a in arms]
     if quick:
@@ -99,8 +89,8 @@ def cases(quick: bool, shapes: Sequence[str] = (), arms: Sequence[str] = ()) -> 
 
 
 def record(spec: LayerSpec, policy: StatePolicy, target: Target) -> list[Call]:
-    """The launches of one step of two rows, and of a scan of 64 tokens, as ``target`` would get them: BF16
-    activations, FP32 gates. A policy that the step has no kernels for gives those of the scan alone."""
+    """The launches of one step of two rows by replay and of one by the standard kernel, of a verification of four
+    tokens, and of a scan of 64, as ``target`` would get them: BF16 activations, FP32 gates. A policy that the step has no kernels for gives those of the scan alone."""
     steps = sequence.unsupported_layer(spec, policy)
     if reason := steps and scan.unsupported_layer(spec, policy):
         raise InvalidValueError(f"no kernels for {policy.name}: {reason}")
@@ -121,7 +111,11 @@ def record(spec: LayerSpec, policy: StatePolicy, target: Target) -> list[Call]:
     out = empty(spec.heads, spec.value_dim)[:, :1].contiguous()
     with recording(target) as calls:
         if steps is None:
-            sequence.step(state, inputs.slice(0, 1).map(Tensor.contiguous), out=out)
+            one = inputs.slice(0, 1).map(Tensor.contiguous)
+            sequence.step(state, one, out=out)
+            standard_step(state, one, out=out)
+            renew(state, torch.zeros(2, dtype=torch.int32))
+            sequence.verify(state, inputs.slice(0, 4).map(Tensor.contiguous))
         if scan.unsupported_layer(spec, policy) is None:
             scan.scan_windows(state, inputs, torch.arange(2))
     return calls
@@ -228,7 +222,7 @@ def _problems(
     if target.isa >= BLACKWELL and policy.read in ("nvfp4", "mxfp4"):
         if name == "readout_kernel" and not counts["fp4_unpack"]:
             yield "no hardware conversion from E2M1"
-        if name == "fold_kernel" and not counts["fp4_pack"]:
+        if name in ("fold_kernel", "renew_kernel") and not counts["fp4_pack"]:
             yield "no hardware conversion to E2M1"
     if counts["fp8_pack"]:
         yield "rounds to E4M3 by a conversion, which ptxas 12.8 and 12.9 miscompile; device/codec.py rounds by addition"

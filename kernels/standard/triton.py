@@ -1,0 +1,160 @@
+"""The standard FP32 kernel: one token, the state read once and written once, 8 bytes per element.
+
+The baseline of every speed claim, and what a step should run where replay does not pay: at batch 1 to 8 a step is
+launches and latency, and this is one launch. It works on the checkpoint of a DecodeState whose ring is empty, and
+leaves cursor and ring as they are; the read copy then encodes a checkpoint of some tokens ago, until ``renew`` or a
+flush.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...quant.errors import InvalidValueError
+from ...quant.spec import LayerSpec
+from ...quant.state import DecodeState
+from ..device.math import exp, inverse_norm
+from ..device.targets import tl, triton
+from ..device.views import slot_stride
+from ..inputs import TokenInputs
+from ..launch import Launch, find_launch, isa_of, run
+
+DEFAULT = Launch(rows=32, warps=4)
+"""Where the launch table has no entry for ``standard``: 16 KB of state per program, 32 elements per thread."""
+
+
+@triton.jit
+def standard_kernel(
+    p_state,  # FP32 checkpoint [slots, H, V, K]
+    p_q, p_k, p_v, p_beta, p_g, p_rate,  # [B, Hk, K] twice, [B, H, V], [B, H], [B, H] or [B, H, K]; Mamba-2: A [H]
+    p_slots, p_cursor, p_position,
+    p_x, p_d, p_gate, p_y,  # [B, H, V], [H], [B, H, V], [B, H, V]
+    p_status,  # int64 [1]: 1 + slot·H + head of some state that is not finite; never cleared here
+    s_state, s_q, s_k, s_v, s_beta, s_g,
+    H, Hk,
+    V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    MAMBA2: tl.constexpr, CHANNEL: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr,
+    SKIP: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """Grid (H · V tiles, B): R rows of one head's state. Rows that are padding or whose ring is not empty return."""
+    i_b = tl.program_id(1).to(tl.int64)
+    i_slot = tl.load(p_slots + i_b).to(tl.int64)
+    if i_slot < 0:
+        return
+    if tl.load(p_cursor + i_slot) != 0:
+        return
+    TILES: tl.constexpr = (V + R - 1) // R
+    i_h = tl.program_id(0) // TILES
+    i_key = i_h // (H // Hk)
+    o_k = tl.arange(0, K)
+    o_v = (tl.program_id(0) % TILES) * R + tl.arange(0, R)
+    m_v = o_v < V
+    p_s = p_state + i_slot * s_state + i_h * (V * K) + o_v[:, None] * K + o_k[None, :]
+    b_s = tl.load(p_s, mask=m_v[:, None], other=0.0)
+
+    b_k = tl.load(p_k + i_b * s_k + i_key * K + o_k).to(tl.float32)
+    b_q = tl.load(p_q + i_b * s_q + i_key * K + o_k).to(tl.float32)
+    b_v = tl.load(p_v + i_b * s_v + i_h * V + o_v, mask=m_v, other=0.0).to(tl.float32)
+    b_beta = tl.load(p_beta + i_b * s_beta + i_h).to(tl.float32)
+    if NORM:
+        b_k *= inverse_norm(tl.sum(b_k * b_k, axis=0))
+        b_q *= inverse_norm(tl.sum(b_q * b_q, axis=0))
+    b_q *= SCALE
+    if CHANNEL:
+        b_s *= exp(tl.load(p_g + i_b * s_g + i_h * K + o_k).to(tl.float32))[None, :]
+    elif MAMBA2:
+        b_s *= exp(b_beta * tl.load(p_rate + i_h))
+    else:
+        b_s *= exp(tl.load(p_g + i_b * s_g + i_h).to(tl.float32))
+
+    # both sums are of the decayed state, so that neither waits for the other: S·q = S'·q + u·(k·q)
+    b_y = tl.sum(b_s * b_q[None, :], axis=1)
+    if MAMBA2:
+        b_u = b_beta * b_v
+    else:
+        b_u = b_beta * (b_v - tl.sum(b_s * b_k[None, :], axis=1))
+    b_y += b_u * tl.sum(b_k * b_q, axis=0)
+    b_s += b_u[:, None] * b_k[None, :]
+    tl.store(p_s, b_s, mask=m_v[:, None])
+    if tl.program_id(0) == 0:
+        tl.store(p_position + i_slot, tl.load(p_position + i_slot) + 1)
+    # Inf and NaN times anything, zero too, are not finite: a bad state shows in the outputs, at no cost
+    if (tl.sum(tl.abs(b_y), axis=0) < float("inf")) == 0:
+        b_sum = tl.sum(tl.sum(tl.abs(b_s), axis=1), axis=0)
+        tl.store(p_status, i_slot * H + i_h + 1, mask=(b_sum < float("inf")) == 0)
+
+    o_y = (i_b * H + i_h) * V + o_v
+    if SKIP:
+        b_y += tl.load(p_d + i_h).to(tl.float32) * tl.load(p_x + o_y, mask=m_v, other=0.0).to(tl.float32)
+    if GATE:
+        b_z = tl.load(p_gate + o_y, mask=m_v, other=0.0).to(tl.float32)
+        b_y *= b_z / (1.0 + tl.exp(-b_z))
+    tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_v)
+
+
+def unsupported_layer(spec: LayerSpec, checkpoint: str) -> str | None:
+    """Why the kernel cannot run such a layer, or None. Window and read format do not matter to it."""
+    if checkpoint != "fp32":
+        return f"the standard kernel works on an FP32 checkpoint, not {checkpoint}"
+    if spec.key_dim & (spec.key_dim - 1) or not 16 <= spec.key_dim <= 256:
+        return f"key_dim must be a power of two from 16 to 256, not {spec.key_dim}"
+    return None
+
+
+def step(
+    state: DecodeState,
+    inputs: TokenInputs,
+    slots: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    skip: tuple[Tensor, Tensor] | None = None,
+    gate: Tensor | None = None,
+    status: Tensor | None = None,
+) -> Tensor:
+    """One token for each row whose ring is empty: outputs [B, 1, H, V], of other rows zeros (or what ``out`` held).
+
+    Checkpoint and position move on. Cursor and ring stay, and the read copy is stale until ``renew`` or a flush.
+    Nothing waits for the device, so it can be captured.
+
+    Args:
+        slots: [B], −1 for padding; not checked: two rows with one slot race.
+        skip: (x [B, 1, H, V], D [H]): adds D·x. ``gate`` [B, 1, H, V]: multiplies by silu(gate), last.
+        status: int64 [1], as in ``sequence.Workspace``: names a state that is not finite.
+    """
+    spec, batch, device = state.spec, inputs.rows, inputs.v.device
+    if reason := unsupported_layer(spec, state.policy.checkpoint):
+        raise InvalidValueError(reason)
+    if inputs.tokens != 1:
+        raise InvalidValueError(f"step takes one token per row and was given {inputs.tokens}")
+    slots = torch.arange(batch, dtype=torch.int32, device=device) if slots is None else slots.to(torch.int32)
+    if out is None:
+        out = torch.zeros(batch, 1, spec.heads, spec.value_dim, device=device)
+    if status is None:
+        status = torch.zeros(1, dtype=torch.int64, device=device)
+    token = {name: t[:, 0] for name, t in vars(inputs).items() if t is not None}
+    mamba2 = spec.rules.gain_sets_decay
+    g = token["beta"] if mamba2 else token["g"]
+    rate = state.decay_rate if mamba2 else token["beta"]
+    x, d = skip if skip is not None else (out, token["beta"])
+    launch = launch_of(spec, isa_of(device), batch)
+    rows = min(launch.rows, max(16, triton.next_power_of_2(spec.value_dim)))
+    checkpoint = state.checkpoint.codes
+    run(
+        standard_kernel, (spec.heads * triton.cdiv(spec.value_dim, rows), batch), launch,
+        checkpoint, token["q"], token["k"], token["v"], token["beta"], g, rate,
+        slots, state.cursor, state.position, x, d, out if gate is None else gate, out, status,
+        slot_stride(checkpoint, "checkpoint"), *(slot_stride(token[n], n) for n in ("q", "k", "v", "beta")),
+        slot_stride(g, "g"), spec.heads, spec.key_heads,
+        V=spec.value_dim, K=spec.key_dim, R=rows, MAMBA2=mamba2, CHANNEL=spec.rules.decay == "channel",
+        NORM=spec.qk_l2norm, SCALE=spec.query_scale, SKIP=skip is not None, GATE=gate is not None,
+    )  # fmt: skip
+    return out
+
+
+def launch_of(spec: LayerSpec, isa: int, batch: int) -> Launch:
+    """The launch table's entry, or DEFAULT."""
+    try:
+        return find_launch("standard", "", spec.value_dim, spec.key_dim, isa, batch)
+    except KeyError:
+        return DEFAULT
