@@ -83,7 +83,6 @@ def test_rows_whose_ring_holds_tokens_are_left_alone():
 @pytest.mark.parametrize("family", SPECS)
 def test_it_is_a_window_of_one(family):
     """Several tokens, against the reference step of policy window 1; gains and decays of one state feed the next."""
-    spec, rate = SPECS[family]
     state = make_state(family, read=None, window=1, fills=[0] * 2, slots=2)
     clone = state.clone()
     for seed in range(4):

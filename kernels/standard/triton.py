@@ -70,10 +70,9 @@ def standard_kernel(
 
     # both sums are of the decayed state, so that neither waits for the other: S·q = S'·q + u·(k·q)
     b_y = tl.sum(b_s * b_q[None, :], axis=1)
-    if MAMBA2:
-        b_u = b_beta * b_v
-    else:
-        b_u = b_beta * (b_v - tl.sum(b_s * b_k[None, :], axis=1))
+    if not MAMBA2:
+        b_v -= tl.sum(b_s * b_k[None, :], axis=1)
+    b_u = b_beta * b_v
     b_y += b_u * tl.sum(b_k * b_q, axis=0)
     b_s += b_u[:, None] * b_k[None, :]
     tl.store(p_s, b_s, mask=m_v[:, None])

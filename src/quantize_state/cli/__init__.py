@@ -10,7 +10,7 @@ import sys
 from .. import __version__
 from ..quant.errors import QuantizeStateError
 
-COMMANDS = ("eval", "generate", "report", "ls", "doctor", "compile")
+COMMANDS = ("eval", "generate", "report", "ls", "doctor", "compile", "bench", "selftest")
 """Each is a module here with ``add_parser(subparsers)`` and ``run(args) -> exit code``."""
 
 

@@ -1,6 +1,6 @@
 """How much faster the scan evaluates a text than stepping through it, on this machine.
 
-    python -m quantize_state.evals.bench tiny-gdn --tokens 16384 [--arm decoupled-nvfp4] [--json]
+    python -m quantize_state.evals.speed.scan_ratio tiny-gdn --tokens 16384 [--arm decoupled-nvfp4] [--json]
 
 Both run the same arm over the same tokens, the whole model included. Stepping costs the same at every token (its
 state does not grow; the embedded models' attention does, a little), so --step-tokens may time a part of the text.
@@ -16,19 +16,19 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from ..quant.errors import InvalidValueError, QuantizeStateError
+from ...quant.errors import InvalidValueError, QuantizeStateError
 
 
 def scan_against_step(model: str, tokens: int, arm: str, step_tokens: int | None = None) -> dict[str, Any]:
     """Seconds per token of both engines over held-out text, and their ratio. Raises QuantizeStateError."""
     import torch
 
-    from ..adapters import attach
-    from ..quant.policy import parse_arm
-    from . import provenance
-    from .models import load_model
-    from .rollout import Rollout, chunks
-    from .text import load_text, tokenise
+    from ...adapters import attach
+    from ...quant.policy import parse_arm
+    from .. import provenance
+    from ..models import load_model
+    from ..rollout import Rollout, chunks
+    from ..text import load_text, tokenise
 
     step_tokens = tokens if step_tokens is None else step_tokens
     if not 1 <= step_tokens <= tokens:
@@ -65,7 +65,7 @@ def scan_against_step(model: str, tokens: int, arm: str, step_tokens: int | None
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m quantize_state.evals.bench", description=(__doc__ or "").splitlines()[0]
+        prog="python -m quantize_state.evals.speed.scan_ratio", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("model", help="an embedded model or a Hugging Face directory")
     parser.add_argument("--tokens", type=int, default=16384, metavar="N")
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         found = scan_against_step(args.model, args.tokens, args.arm, args.step_tokens)
     except QuantizeStateError as error:
-        print(f"bench: {error}", file=sys.stderr)
+        print(f"scan_ratio: {error}", file=sys.stderr)
         return 2
     if args.json:
         print(json.dumps(found, indent=2))

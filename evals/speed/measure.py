@@ -1,0 +1,248 @@
+"""One arm of one layer shape: a pool of states, its correctness check, and the time of each kind of step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ...kernels import checks, sequence
+from ...kernels.cases import random_state, random_tokens
+from ...kernels.readout.triton import readout
+from ...kernels.standard.triton import step as standard_step
+from ...kernels.standard.triton import unsupported_layer
+from ...kernels.timing import Launcher, Sample, Timer, cut, l2_bytes, schedule, slots_needed
+from ...quant.errors import InvalidValueError
+from ...quant.policy import StatePolicy, parse_arm
+from ...quant.spec import LayerSpec
+from ...quant.state import DecodeState
+from . import memory, traffic
+from .peers import PEERS
+from .result import Bandwidth, Case, Check, Step, Time
+
+STANDARD = "standard"
+KINDS = ("non-flush", "flush", "mixed")
+"""The steps of an arm with a ring. Speculative decode adds its own kind here and in ``Arm.launches``."""
+
+MEMORY_SHARE = 0.35
+"""Of the free memory that a pool may take: the codec's temporaries need some too."""
+
+
+def arm_policy(arm: str, window: int) -> StatePolicy | None:
+    """The policy of an arm; None for ``standard`` and peers, which have no ring. Raises InvalidValueError."""
+    if arm == STANDARD or arm in PEERS:
+        return None
+    policy = parse_arm(arm, window=window)
+    if policy.checkpoint != "fp32":
+        raise InvalidValueError(f"arm {arm!r} has no kernels: they keep an FP32 checkpoint, not {policy.checkpoint}")
+    return policy
+
+
+@dataclass
+class Bench:
+    """What all measurements of a run share."""
+
+    timer: Timer
+    device: torch.device
+    bandwidth: Sequence[Bandwidth]
+    breakdown: bool = False
+    l2: int = 0
+    note: Callable[[str], None] = field(default=lambda text: None)
+
+    def __post_init__(self) -> None:
+        self.l2 = self.l2 or l2_bytes(self.device)
+
+    def pool_slots(self, spec: LayerSpec, policy: StatePolicy, batches: Sequence[int]) -> int:
+        """Slots of a pool for these batches, as many as memory allows."""
+        wanted = max(slots_needed(b, _cold_bytes(spec, policy, b), self.l2) for b in batches)
+        if self.device.type != "cuda":
+            return wanted
+        free, _ = torch.cuda.mem_get_info(self.device)
+        probe = DecodeState.allocate(
+            spec, policy, 1, dtype=traffic.ACTIVATIONS,
+            decay_rate=torch.zeros(spec.heads) if spec.rules.gain_sets_decay else None,
+        )  # fmt: skip
+        return min(wanted, int(MEMORY_SHARE * free / probe.state_bytes()["total"]))
+
+
+def _cold_bytes(spec: LayerSpec, policy: StatePolicy, batch: int) -> int:
+    """What a launch reads of states alone: the least that passes between two uses of a slot."""
+    parts = traffic.read(spec, policy, 0).read
+    return int(batch * (parts.get("copy", 0) or parts["state"]))
+
+
+def measure_arm(
+    bench: Bench,
+    shape: str,
+    spec: LayerSpec,
+    arm: str,
+    window: int,
+    batches: Sequence[int],
+    done: Callable[[Case], None],
+) -> None:
+    """Measure one arm at each batch; ``done`` gets each case as soon as it is there."""
+    policy = arm_policy(arm, window)
+    blank = {"shape": shape, "window": window if policy is None else policy.window, "arm": arm}
+    blank |= {name: getattr(spec, name) for name in ("family", "heads", "key_heads", "value_dim", "key_dim")}
+
+    def case(batch: int, status: str, note: str = "", found: Sequence[checks.Check] = (), **rest) -> None:
+        rest = {"steps": [], "amortised_us": None} | rest
+        listed = [Check(c.name, c.error if math.isfinite(c.error) else None, c.limit) for c in found]
+        done(Case(**blank, batch=batch, status=status, note=note, checks=listed, **rest))
+
+    if arm in PEERS:
+        for batch in batches:
+            _measure_peer(bench, spec, arm, batch, case)
+        return
+    own = policy if policy is not None else StatePolicy(window=1)
+    reason = sequence.unsupported_layer(spec, own) if policy is not None else unsupported_layer(spec, "fp32")
+    if reason is not None:
+        for batch in batches:
+            case(batch, "skipped", reason)
+        return
+    pool: DecodeState | None = None
+    for batch in batches:
+        with checks.launched_as(batch):
+            found = check(spec, policy, bench.device)
+        if bad := [c for c in found if not c.passed]:
+            case(batch, "refused", f"not timed: {bad[0]}", found)
+            continue
+        try:
+            if pool is None:
+                slots = bench.pool_slots(spec, own, batches)
+                pool = random_state(spec, own, slots, seed=0, device=bench.device, dtype=traffic.ACTIVATIONS)
+            timed = Arm(bench, spec, policy, batch, pool)
+            steps = timed.steps()
+        except InvalidValueError as error:
+            case(batch, "skipped", str(error), found)
+            continue
+        breakdown = timed.breakdown() if bench.breakdown and policy is not None else {}
+        case(batch, "timed", "", found, steps=steps, amortised_us=amortised(steps, own.window), breakdown=breakdown)
+
+
+def check(spec: LayerSpec, policy: StatePolicy | None, device: torch.device) -> list[checks.Check]:
+    """The correctness gate: a small batch of the same shape against the references."""
+    if policy is None:
+        return checks.check_standard(spec, device)
+    return checks.check_replay(spec, policy, device)
+
+
+def amortised(steps: Sequence[Step], window: int) -> float | None:
+    """((L − 1)·non-flush + flush)/L in µs; the one step there is where nothing is amortised."""
+    times = {s.kind: s.time.median for s in steps}
+    if "flush" not in times:
+        return times.get("standard")
+    return ((window - 1) * times.get("non-flush", 0.0) + times["flush"]) / window
+
+
+@dataclass
+class Arm:
+    """An arm at one batch, ready to be timed. Its pool's contents move on, as they would when serving."""
+
+    bench: Bench
+    spec: LayerSpec
+    policy: StatePolicy | None
+    batch: int
+    pool: DecodeState
+
+    def __post_init__(self) -> None:
+        device = self.bench.device
+        self.inputs = random_tokens(self.spec, self.batch, seed=1, device=device, dtype=traffic.ACTIVATIONS)
+        shape = (self.batch, 1, self.spec.heads, self.spec.value_dim)
+        self.out = torch.zeros(shape, dtype=traffic.ACTIVATIONS, device=device)
+        self.workspace = sequence.Workspace.allocate(self.pool, self.batch)
+
+    def launches(self, kind: str) -> tuple[list[Launcher], Launcher]:
+        """The launches of a graph, and what restores the cursors before it."""
+        policy = self.pool.policy
+        cold = _cold_bytes(self.spec, policy, self.batch)
+        plan = schedule(
+            "flush" if kind == STANDARD else kind, self.batch, policy.window, self.pool.slots, cold, self.bench.l2
+        )  # type: ignore[arg-type]
+        groups, cursor = cut(plan, self.pool.slots, self.bench.device)
+
+        def step(slots: torch.Tensor) -> None:
+            if kind == STANDARD:
+                standard_step(self.pool, self.inputs, slots, out=self.out, status=self.workspace.status)
+            else:
+                sequence.step(self.pool, self.inputs, slots, workspace=self.workspace, out=self.out)
+
+        each = [lambda s=s: step(s) for s in groups]
+        return each * plan.passes, lambda: self.pool.cursor.copy_(cursor)
+
+    def steps(self) -> list[Step]:
+        """The time of each kind of step. Raises NonFiniteStateError where a state has left the finite numbers."""
+        kinds: tuple[str, ...] = (STANDARD,) if self.policy is None else KINDS
+        if self.policy is not None and self.policy.window == 1:
+            kinds = ("flush",)
+        found = []
+        for kind in kinds:
+            self.bench.note(kind)
+            launches, before = self.launches(kind)
+            moved = traffic.standard(self.spec) if kind == STANDARD else traffic.step(kind, self.spec, self.pool.policy)
+            found.append(make_step(kind, self.bench.timer(launches, before), moved.times(self.batch), self.bench))
+        self.workspace.check_finite(self.pool)
+        return found
+
+    def breakdown(self) -> dict[str, Time]:
+        """Each launch of a step alone: of a step that reads, at half a ring, and of one in which all rows flush."""
+        state, w, inputs, batch = self.pool, self.workspace, self.inputs, self.batch
+        length, found = state.policy.window, {}
+        cold = _cold_bytes(self.spec, state.policy, batch)
+        groups, _ = cut(
+            schedule("flush", batch, length, state.slots, cold, self.bench.l2), state.slots, self.bench.device
+        )
+
+        def read(slots: torch.Tensor) -> None:
+            readout(
+                state.read_source, state.ring["v"], w.theta[:batch], w.gain[:batch], w.c[:batch], slots, w.used, self.out
+            )  # fmt: skip
+
+        parts: dict[str, tuple[int, Callable[[torch.Tensor], None]]] = {
+            "plan": (length // 2 - 1, lambda s: sequence.plan(state, s, w)),
+            "window": (length // 2 - 1, lambda s: sequence.window(state, inputs, s, w)),
+            "readout": (length // 2 - 1, read),
+            "window of a flush": (length - 1, lambda s: sequence.window(state, inputs, s, w)),
+            "fold": (length - 1, lambda s: sequence.fold(state, inputs, s, w, self.out)),
+        }
+        for name, (fill, launch) in parts.items():
+            self.bench.note(name)
+            state.cursor.fill_(max(fill, 0))
+            sequence.plan(state, groups[0], w)  # all groups are alike, so this is the plan of each
+            sequence.window(state, inputs, groups[0], w)
+            restore = lambda fill=fill: state.cursor.fill_(max(fill, 0))  # noqa: E731
+            found[name] = _time(self.bench.timer([lambda s=s, f=launch: f(s) for s in groups], restore))
+        return found
+
+
+def make_step(kind: str, sample: Sample, moved: traffic.Traffic, bench: Bench) -> Step:
+    speed, of_read, of_copy, of_floor = memory.shares(bench.bandwidth, moved, sample.median)
+    return Step(kind, _time(sample), moved.read, moved.written, speed, of_read, of_copy, of_floor)  # type: ignore[arg-type]
+
+
+def _time(sample: Sample) -> Time:
+    return Time(**vars(sample))
+
+
+def _measure_peer(bench: Bench, spec: LayerSpec, arm: str, batch: int, case: Callable[..., None]) -> None:
+    peer = PEERS[arm](spec)
+    if reason := peer.missing():
+        case(batch, "skipped", reason)
+        return
+    found = peer.check(bench.device)
+    if bad := [c for c in found if not c.passed]:
+        case(batch, "refused", f"not timed: {bad[0]}", found)
+        return
+    policy = StatePolicy(window=1)
+    slots = bench.pool_slots(spec, policy, [batch])
+    try:
+        plan = schedule("flush", batch, 1, slots, _cold_bytes(spec, policy, batch), bench.l2)
+    except InvalidValueError as error:
+        case(batch, "skipped", str(error), found)
+        return
+    bench.note(arm)
+    sample = bench.timer(peer.launches(batch, plan.groups, bench.device))
+    steps = [make_step(STANDARD, sample, traffic.standard(spec).times(batch), bench)]
+    case(batch, "timed", peer.note, found, steps=steps, amortised_us=sample.median)

@@ -1,0 +1,113 @@
+"""What a bench writes: times, bytes and bandwidth as strict JSON, read without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from ..records import dump, load, write_atomic
+from ..result import Provenance
+
+SCHEMA = "quantize-state/speed/1"
+
+
+@dataclass(frozen=True)
+class Time:
+    """Microseconds per launch: median, 20th and 80th percentile over ``replays`` of a graph of ``launches``."""
+
+    median: float
+    p20: float
+    p80: float
+    launches: int
+    replays: int
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """A ``copy`` (bytes read and written are both counted) or a ``read`` of ``bytes`` in one launch."""
+
+    kind: Literal["copy", "read"]
+    bytes: int
+    time: Time
+    gb_per_s: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kind of step: its time, the bytes that it has to move (evals/speed/traffic.py), and what they say.
+
+    ``share_of_read`` and ``share_of_copy``: GB/s over the bandwidth measured in the same run at the nearest size.
+    ``share_of_floor``: the time in which the memory could do it, reads beyond the writes at the read's speed and
+    the rest at the copy's, over the time taken.
+    """
+
+    kind: Literal["non-flush", "flush", "mixed", "standard"]
+    time: Time
+    bytes_read: dict[str, float]
+    bytes_written: dict[str, float]
+    gb_per_s: float
+    share_of_read: float
+    share_of_copy: float
+    share_of_floor: float
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.bytes_read.values()) + sum(self.bytes_written.values())
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    error: float | None
+    limit: float
+
+
+@dataclass(frozen=True)
+class Case:
+    """One arm at one shape and batch. ``refused``: its correctness check failed, so it was not timed.
+    ``skipped``: it can't run here; ``note`` says why. ``breakdown``: each launch of a step alone, at half a ring."""
+
+    shape: str
+    family: str
+    heads: int
+    key_heads: int
+    value_dim: int
+    key_dim: int
+    batch: int
+    window: int
+    arm: str
+    status: Literal["timed", "refused", "skipped"]
+    note: str
+    checks: list[Check]
+    steps: list[Step]
+    amortised_us: float | None
+    breakdown: dict[str, Time] = field(default_factory=dict)
+
+    def step(self, kind: str) -> Step | None:
+        return next((s for s in self.steps if s.kind == kind), None)
+
+    @property
+    def serving_us(self) -> float | None:
+        """What a step costs with rows at different fills: the mixed step, or the one that there is."""
+        step = self.step("mixed") or self.step("standard")
+        return None if step is None else step.time.median
+
+
+@dataclass(frozen=True)
+class SpeedResult:
+    """A run of ``quantize-state bench`` on one device."""
+
+    bandwidth: list[Bandwidth]
+    cases: list[Case]
+    provenance: Provenance
+    schema: str = SCHEMA
+
+    @classmethod
+    def read(cls, path: str | Path) -> SpeedResult:
+        """Raises FileFormatError for a file that is no whole result of this version."""
+        return load(cls, Path(path), SCHEMA)
+
+    def write(self, path: Path) -> None:
+        """Raises QuantizeStateError where ``path`` exists: results are never overwritten."""
+        write_atomic(path, dump(self), overwrite=False)

@@ -1,0 +1,217 @@
+"""The bench's results as a table on a console, and as a page with a plot; from the JSON alone, no torch.
+
+    python -m quantize_state.evals.speed.table results/speed/speed-*.json --out results/speed
+
+writes README.md and speed.svg there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+from ...quant.errors import QuantizeStateError
+from .. import formatting as f
+from ..records import write_atomic
+from ..report import markdown_text
+from .result import Case, SpeedResult, Step
+
+COLUMNS = ("non-flush", "flush", "amortised", "mixed", "× standard", "MB", "GB/s", "of floor")
+PART_COLUMNS = ("plan", "window", "readout", "window of a flush", "fold")
+
+
+def microseconds(value: float | None) -> str:
+    """4.21, 54.2, 557, 2,145; an en dash where there is none."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
+
+
+def cells(case: Case, standard: Case | None) -> list[str]:
+    """A row of the table. ``MB``, ``GB/s`` and ``of floor`` are those of the mixed step, or of the only one."""
+    main = case.step("mixed") or case.step("standard") or case.step("flush")
+    base = None if standard is None else standard.serving_us
+    gain = "–" if base is None or case.serving_us is None else f"{base / case.serving_us:.2f}"
+    mixed = case.step("mixed") or case.step("standard")
+    return [
+        *(_median(case.step(kind)) for kind in ("non-flush", "flush")),
+        microseconds(case.amortised_us),
+        _median(mixed),
+        gain,
+        "–" if main is None else f"{main.bytes / 1e6:,.1f}",
+        "–" if main is None else f"{main.gb_per_s:,.0f}",
+        "–" if main is None else f"{100 * main.share_of_floor:.0f} %",
+    ]
+
+
+def _median(step: Step | None) -> str:
+    return microseconds(None if step is None else step.time.median)
+
+
+def spread(result: SpeedResult) -> str:
+    """How far the 20th and 80th percentiles lie from the median, over all times: half of them, and at most."""
+    widths = sorted((s.time.p80 - s.time.p20) / s.time.median for c in result.cases for s in c.steps)
+    if not widths:
+        return ""
+    return (
+        f"From the 20th to the 80th percentile: {100 * widths[len(widths) // 2]:.1f} % of the median for half of the "
+        f"times, {100 * widths[-1]:.1f} % at most."
+    )
+
+
+def by_shape_and_batch(result: SpeedResult) -> list[tuple[str, int, list[Case]]]:
+    groups = groupby(result.cases, key=lambda c: (c.shape, c.batch))
+    return [(shape, batch, list(cases)) for (shape, batch), cases in groups]
+
+
+def standard_of(cases: Sequence[Case]) -> Case | None:
+    return next((c for c in cases if c.arm == "standard" and c.status == "timed"), None)
+
+
+def dimensions(case: Case) -> str:
+    keys = f"/{case.key_heads}" if case.key_heads != case.heads else ""
+    return f"{case.heads}{keys} × {case.value_dim} × {case.key_dim}"
+
+
+def bandwidth_line(result: SpeedResult) -> str:
+    def named(kind: str) -> str:
+        return ", ".join(f"{b.gb_per_s:,.0f} ({b.bytes / 2**20:,.0f} MiB)" for b in result.bandwidth if b.kind == kind)
+
+    return f"Bandwidth measured in the same run, GB/s: read {named('read')}; copy, both ways counted, {named('copy')}."
+
+
+def print_result(result: SpeedResult) -> None:
+    """Print all cases to the console, one table for each shape."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    for _, of_shape in groupby(by_shape_and_batch(result), key=lambda g: g[0]):
+        groups = list(of_shape)
+        first = groups[0][2][0]
+        title = f"{first.shape}: {first.family}, {dimensions(first)}, window {first.window}; µs per step"
+        table = Table(title=escape(title), title_justify="left", title_style="bold", box=None, pad_edge=False)
+        table.add_column("batch", justify="right")
+        table.add_column("arm", no_wrap=True)
+        for column in COLUMNS:
+            table.add_column(column, justify="right", no_wrap=True)
+        for _, batch, cases in groups:
+            for i, case in enumerate(cases):
+                shown = cells(case, standard_of(cases)) if case.status == "timed" else [case.status]
+                table.add_row(str(batch) if i == 0 else "", escape(case.arm), *shown, end_section=case is cases[-1])
+        console.print(table, highlight=False)
+        _print_parts(console, [c for *_, cases in groups for c in cases if c.breakdown])
+        console.print()
+    for case in result.cases:
+        if case.status != "timed":
+            console.print(escape(f"{case.shape}, batch {case.batch}, {case.arm}: {case.note}"), highlight=False)
+    console.print(escape(bandwidth_line(result)), style="dim", highlight=False)
+    console.print(escape(spread(result)), style="dim", highlight=False)
+
+
+def _print_parts(console, cases: Sequence[Case]) -> None:
+    if not cases:
+        return
+    from rich.table import Table
+
+    table = Table(title="each launch alone", title_justify="left", title_style="dim", box=None, pad_edge=False)
+    for column in ("batch", "arm", *PART_COLUMNS):
+        table.add_column(column, justify="left" if column == "arm" else "right", no_wrap=True)
+    for case in cases:
+        parts = (case.breakdown.get(name) for name in PART_COLUMNS)
+        table.add_row(str(case.batch), case.arm, *(microseconds(None if p is None else p.median) for p in parts))
+    console.print(table, highlight=False)
+
+
+def markdown_page(results: Sequence[SpeedResult], plot: str | None = "speed.svg") -> str:
+    """The page that results/speed/ shows: a plot, and a table for each result and shape."""
+    lines = ["# Speed", "", "Generated from the JSON files in this folder by `make report`; not edited.", ""]
+    if plot is not None:
+        lines += [f"![Speed-up of the mixed step over the standard kernel, by batch]({plot})", ""]
+    lines += [
+        "A step is everything that a decode step of one layer launches. Non-flush: the mean over ring fills 0 to L − 2. "
+        "Amortised: ((L − 1)·non-flush + flush)/L. Mixed: rows at all fills, so that one in L flushes, as under "
+        "continuous batching; × standard, MB, GB/s and the floor's share are of this step. MB: bytes that the "
+        "step has to move (`evals/speed/traffic.py`). Of floor: the time that the memory would need for them, at the "
+        "read and copy bandwidth measured in the same run, over the time taken. States come from memory, not from "
+        "the cache. µs, medians.",
+        "",
+    ]
+    for result in results:
+        for _, of_shape in groupby(by_shape_and_batch(result), key=lambda g: g[0]):
+            groups = list(of_shape)
+            first = groups[0][2][0]
+            lines += [
+                f"## {markdown_text(first.shape)}: {first.family}, {dimensions(first)}, window {first.window}",
+                "",
+                f"| batch | arm | {' | '.join(COLUMNS)} |",
+                "|---:|---" + "|---:" * len(COLUMNS) + "|",
+            ]
+            for _, batch, cases in groups:
+                for i, case in enumerate(cases):
+                    shown = cells(case, standard_of(cases))
+                    if case.status != "timed":
+                        shown = [case.status, *[""] * (len(COLUMNS) - 1)]
+                    head = [str(batch) if i == 0 else "", markdown_text(case.arm)]
+                    lines.append(f"| {' | '.join([*head, *shown])} |")
+            lines += ["", *_parts_lines([c for *_, cases in groups for c in cases if c.breakdown])]
+            notes = dict.fromkeys(
+                f"{c.arm}, batch {c.batch}: {c.note}" for *_, cases in groups for c in cases if c.note
+            )
+            lines += [f"- {markdown_text(note)}" for note in notes]
+            lines += [""] * bool(notes)
+        p = result.provenance
+        lines += [
+            markdown_text(bandwidth_line(result)),
+            "",
+            markdown_text(
+                f"{p.device}, torch {p.versions.get('torch', 'unknown')}, Triton {p.versions.get('triton', 'unknown')}, "
+                f"quantize-state {p.quantize_state} ({(p.git_commit or 'unknown commit')[:9]}"
+                f"{', with changes' if p.git_dirty else ''}), {p.started}. {spread(result)}"
+            ),
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _parts_lines(cases: Sequence[Case]) -> list[str]:
+    if not cases:
+        return []
+    lines = [f"| each launch alone, µs | arm | {' | '.join(PART_COLUMNS)} |", "|---:|---" + "|---:" * 5 + "|"]
+    for case in cases:
+        parts = (case.breakdown.get(name) for name in PART_COLUMNS)
+        shown = [microseconds(None if p is None else p.median) for p in parts]
+        lines.append(f"| {case.batch} | {markdown_text(case.arm)} | {' | '.join(shown)} |")
+    return [*lines, ""]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the page and its plot. Exit codes: 0 done, 2 an error that the message explains."""
+    parser = argparse.ArgumentParser(prog="python -m quantize_state.evals.speed.table", description=main.__doc__)
+    parser.add_argument("results", nargs="+", metavar="RESULT.json")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where README.md and speed.svg go")
+    args = parser.parse_args(arguments)
+    from .plot import speedup_svg
+
+    try:
+        results = [SpeedResult.read(path) for path in args.results]
+        svg = speedup_svg(results)
+        if svg is not None:
+            write_atomic(args.out / "speed.svg", svg, overwrite=True)
+        page = markdown_page(results, "speed.svg" if svg is not None else None)
+        write_atomic(args.out / "README.md", page, overwrite=True)
+    except QuantizeStateError as error:
+        print(f"quantize-state speed table: {error}", file=sys.stderr)
+        return 2
+    print(args.out / "README.md")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

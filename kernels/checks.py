@@ -1,0 +1,155 @@
+"""Kernels against the torch references, on whatever device: what has to hold before a kernel is timed or trusted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..quant.codec import encode
+from ..quant.formats import FORMATS
+from ..quant.policy import StatePolicy
+from ..quant.spec import LayerSpec
+from ..quant.state import DecodeState
+from . import launch, sequence
+from .cases import forget_unused, random_state, random_tokens
+from .standard.reference import standard
+from .standard.renew import renew
+from .standard.triton import step as standard_step
+from .step import step as reference_step
+
+FP32 = 4e-6
+"""Relative error of FP32 sums in another order; measured on an H200: 2.3e-7 at most."""
+HALF = 2e-3
+"""Of outputs whose block sums are float16, of 4-bit reads; measured 5.5e-4, in the interpreter 1.2e-3."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: a relative error, or a count of things that differ, and what it may be at most."""
+
+    name: str
+    error: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return math.isfinite(self.error) and self.error <= self.limit
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.error:.3g} (at most {self.limit:g})"
+
+
+def relative(ours: Tensor, exact: Tensor) -> float:
+    return float((ours.double() - exact.double()).norm() / exact.double().norm())
+
+
+def different_bytes(ours: Tensor, expected: Tensor) -> float:
+    a, b = (t.contiguous().view(torch.uint8) for t in (ours, expected))
+    return float((a != b).sum())
+
+
+@contextmanager
+def launched_as(batch: int) -> Iterator[None]:
+    """Inside, a batch of any size gets the launches that the table has for ``batch`` rows, so that a small check
+    runs what a large batch runs. Not for use from several threads."""
+    table = launch.TABLE
+    fitting = (e for e in table if e.max_batch is launch.ANY or batch <= e.max_batch)
+    launch.TABLE = tuple(replace(e, max_batch=launch.ANY) for e in fitting)
+    try:
+        yield
+    finally:
+        launch.TABLE = table
+
+
+def check_replay(spec: LayerSpec, policy: StatePolicy, device: torch.device | str, seed: int = 0) -> list[Check]:
+    """One step of rows at several ring fills, two that flush, one that is padding, beside a slot that no row names."""
+    return list(_replay(spec, policy, torch.device(device), seed))
+
+
+def _replay(spec: LayerSpec, policy: StatePolicy, device: torch.device, seed: int) -> Iterator[Check]:
+    length = policy.window
+    fills = [0, length // 2, max(0, length - 2), length - 1, length - 1, 0]
+    rows = [4, -1, 1, 3, 0, 2]  # slot 5 is named by none
+    state = random_state(spec, policy, 6, seed=seed, device=device)
+    forget_unused(state, fills)
+    before, clone = state.clone(), state.clone()
+    slots = torch.tensor(rows, dtype=torch.int32, device=device)
+    inputs = random_tokens(spec, len(rows), seed=seed + 7, device=device)
+    expected = reference_step(clone, inputs, slots)
+    w = sequence.Workspace.allocate(state, len(rows))
+    for t in (w.theta, w.gain, w.c, w.mix):
+        t.fill_(float("nan"))
+    out = torch.full_like(expected, float("nan"))
+    sequence.step(state, inputs, slots, workspace=w, out=out)
+
+    flushing = [b for b, s in enumerate(rows) if s >= 0 and fills[s] == length - 1]
+    reading = [b for b, s in enumerate(rows) if s >= 0 and fills[s] < length - 1]
+    four_bit = FORMATS[state.read_source.format].bits == 4
+    if reading:
+        yield Check("output of reads", relative(out[reading], expected[reading]), HALF if four_bit else FP32)
+    yield Check("output of flushes", relative(out[flushing], expected[flushing]), FP32)
+    yield Check("padded outputs written", float((~out[1].isnan()).sum()), 0)
+    folded = [rows[b] for b in flushing]
+    yield Check("state of flushes", relative(state.checkpoint.codes[folded], clone.checkpoint.codes[folded]), FP32)
+    held = [rows[b] for b in reading]
+    yield Check("state bytes of reads", different_bytes(state.checkpoint.codes[held], before.checkpoint.codes[held]), 0)
+    yield Check(
+        "cursors and positions",
+        float((state.cursor != clone.cursor).sum() + (state.position != clone.position).sum()),
+        0,
+    )
+    yield Check("ring bytes", sum(different_bytes(t, clone.ring[n]) for n, t in state.ring.items()), 0)
+    yield from _copy_checks(state)
+    yield Check("bytes of a slot that no row names", _touched(state, before, 5), 0)
+    yield Check("not finite", float(int(w.status)), 0)
+
+
+def _copy_checks(state: DecodeState) -> Iterator[Check]:
+    """The copy is the encoding of the checkpoint that the kernels left, to the bit."""
+    if state.copy is None:
+        return
+    copy = state.copy
+    again = encode(state.checkpoint.codes, copy.format, copy.scale_rule, copy.rotation)
+    ours = copy.tensors()
+    yield Check("copy bytes", sum(different_bytes(ours[n], t) for n, t in again.tensors().items()), 0)
+
+
+def _touched(state: DecodeState, before: DecodeState, slot: int) -> float:
+    index = torch.tensor([slot], device=state.cursor.device)
+    a, b = state.select(index), before.select(index)
+    pairs = [(t, b.ring[n]) for n, t in a.ring.items()] + [(a.checkpoint.codes, b.checkpoint.codes)]
+    if a.copy is not None and b.copy is not None:
+        other = b.copy.tensors()
+        pairs += [(t, other[n]) for n, t in a.copy.tensors().items()]
+    return sum(different_bytes(x, y) for x, y in pairs)
+
+
+def check_standard(spec: LayerSpec, device: torch.device | str, seed: int = 0) -> list[Check]:
+    """Three tokens of the standard kernel against the recurrence in float64, and the renewed copy."""
+    device = torch.device(device)
+    state = random_state(spec, StatePolicy(read="nvfp4"), 4, seed=seed, device=device)
+    before, rows = state.clone(), [2, -1, 0]
+    live = torch.tensor([0, 2], device=device)
+    slots = torch.tensor(rows, dtype=torch.int32, device=device)
+    exact = state.checkpoint.codes[slots[live].long()].double()
+    worst, out, status = 0.0, torch.empty(0), torch.zeros(1, dtype=torch.int64, device=device)
+    for t in range(3):
+        inputs = random_tokens(spec, len(rows), seed=seed + t, device=device)
+        out = torch.full((len(rows), 1, spec.heads, spec.value_dim), float("nan"), device=device)
+        standard_step(state, inputs, slots, out=out, status=status)
+        expected = standard(spec, exact, inputs.rows_at(live), state.decay_rate)
+        worst = max(worst, relative(out[live, 0], expected))
+    found = [
+        Check("output", worst, FP32),
+        Check("state", relative(state.checkpoint.codes[slots[live].long()], exact), FP32),
+        Check("padded outputs written", float((~out[1].isnan()).sum()), 0),
+        Check("bytes of a slot that no row names", _touched(state, before, 1), 0),
+        Check("not finite", float(int(status)), 0),
+    ]
+    renew(state, torch.arange(4, dtype=torch.int32, device=device))
+    return [*found, *_copy_checks(state)]
