@@ -28,6 +28,8 @@ check: setup
 
 report: setup
 	$(BIN)/python -m quantize_state.evals.table results/accuracy/*.json --readme README.md
+	for found in results/speed/speed-*.json; do test -e "$$found" || continue; \
+	  $(BIN)/python -m quantize_state.evals.speed.table results/speed/speed-*.json --out results/speed; break; done
 
 clean:
 	rm -rf $(VENV) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

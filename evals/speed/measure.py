@@ -5,25 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
 
 import torch
 
-from ...kernels import checks, sequence
+from ...kernels import checks, sequence, timing
 from ...kernels.cases import random_state, random_tokens
 from ...kernels.readout.triton import readout
 from ...kernels.standard.triton import step as standard_step
 from ...kernels.standard.triton import unsupported_layer
-from ...kernels.timing import Launcher, Sample, Timer, cut, l2_bytes, schedule, slots_needed
-from ...quant.errors import InvalidValueError
+from ...kernels.timing import Launcher, Sample, Schedule, Timer, cut, l2_bytes, schedule, slots_needed
+from ...quant.errors import InvalidValueError, NonFiniteStateError
 from ...quant.policy import StatePolicy, parse_arm
 from ...quant.spec import LayerSpec
 from ...quant.state import DecodeState
 from . import memory, traffic
 from .peers import PEERS
-from .result import Bandwidth, Case, Check, Step, Time
+from .result import Bandwidth, Case, Check, Kind, Status, Step, Time
 
-STANDARD = "standard"
-KINDS = ("non-flush", "flush", "mixed")
+STANDARD: Literal["standard"] = "standard"
+KINDS: tuple[Kind, ...] = ("non-flush", "flush", "mixed")
 """The steps of an arm with a ring. Speculative decode adds its own kind here and in ``Arm.launches``."""
 
 MEMORY_SHARE = 0.35
@@ -84,10 +86,10 @@ def measure_arm(
 ) -> None:
     """Measure one arm at each batch; ``done`` gets each case as soon as it is there."""
     policy = arm_policy(arm, window)
-    blank = {"shape": shape, "window": window if policy is None else policy.window, "arm": arm}
+    blank: dict[str, Any] = {"shape": shape, "window": window if policy is None else policy.window, "arm": arm}
     blank |= {name: getattr(spec, name) for name in ("family", "heads", "key_heads", "value_dim", "key_dim")}
 
-    def case(batch: int, status: str, note: str = "", found: Sequence[checks.Check] = (), **rest) -> None:
+    def case(batch: int, status: Status, note: str = "", found: Sequence[checks.Check] = (), **rest: Any) -> None:
         rest = {"steps": [], "amortised_us": None} | rest
         listed = [Check(c.name, c.error if math.isfinite(c.error) else None, c.limit) for c in found]
         done(Case(**blank, batch=batch, status=status, note=note, checks=listed, **rest))
@@ -117,6 +119,9 @@ def measure_arm(
             steps = timed.steps()
         except InvalidValueError as error:
             case(batch, "skipped", str(error), found)
+            continue
+        except NonFiniteStateError as error:
+            case(batch, "refused", f"not counted: {error}", found)
             continue
         breakdown = timed.breakdown() if bench.breakdown and policy is not None else {}
         case(batch, "timed", "", found, steps=steps, amortised_us=amortised(steps, own.window), breakdown=breakdown)
@@ -154,14 +159,9 @@ class Arm:
         self.out = torch.zeros(shape, dtype=traffic.ACTIVATIONS, device=device)
         self.workspace = sequence.Workspace.allocate(self.pool, self.batch)
 
-    def launches(self, kind: str) -> tuple[list[Launcher], Launcher]:
+    def launches(self, kind: Kind) -> tuple[list[Launcher], Launcher]:
         """The launches of a graph, and what restores the cursors before it."""
-        policy = self.pool.policy
-        cold = _cold_bytes(self.spec, policy, self.batch)
-        plan = schedule(
-            "flush" if kind == STANDARD else kind, self.batch, policy.window, self.pool.slots, cold, self.bench.l2
-        )  # type: ignore[arg-type]
-        groups, cursor = cut(plan, self.pool.slots, self.bench.device)
+        plan, groups, cursor = self._planned("flush" if kind == "standard" else kind)
 
         def step(slots: torch.Tensor) -> None:
             if kind == STANDARD:
@@ -169,12 +169,18 @@ class Arm:
             else:
                 sequence.step(self.pool, self.inputs, slots, workspace=self.workspace, out=self.out)
 
-        each = [lambda s=s: step(s) for s in groups]
-        return each * plan.passes, lambda: self.pool.cursor.copy_(cursor)
+        each: list[Launcher] = [partial(step, slots) for slots in groups]
+        return each * plan.passes, partial(self.pool.cursor.copy_, cursor)
+
+    def _planned(self, kind: timing.Kind) -> tuple[Schedule, list[torch.Tensor], torch.Tensor]:
+        state = self.pool
+        cold = _cold_bytes(self.spec, state.policy, self.batch)
+        plan = schedule(kind, self.batch, state.policy.window, state.slots, cold, self.bench.l2)
+        return (plan, *cut(plan, state.slots, self.bench.device))
 
     def steps(self) -> list[Step]:
         """The time of each kind of step. Raises NonFiniteStateError where a state has left the finite numbers."""
-        kinds: tuple[str, ...] = (STANDARD,) if self.policy is None else KINDS
+        kinds: tuple[Kind, ...] = (STANDARD,) if self.policy is None else KINDS
         if self.policy is not None and self.policy.window == 1:
             kinds = ("flush",)
         found = []
@@ -188,38 +194,48 @@ class Arm:
 
     def breakdown(self) -> dict[str, Time]:
         """Each launch of a step alone: of a step that reads, at half a ring, and of one in which all rows flush."""
-        state, w, inputs, batch = self.pool, self.workspace, self.inputs, self.batch
+        state, inputs, batch = self.pool, self.inputs, self.batch
         length, found = state.policy.window, {}
-        cold = _cold_bytes(self.spec, state.policy, batch)
-        groups, _ = cut(
-            schedule("flush", batch, length, state.slots, cold, self.bench.l2), state.slots, self.bench.device
-        )
+        groups = self._planned("flush")[1]
+        # each group's own terms, so that folding over and over keeps the states what they are: small
+        work = [sequence.Workspace.allocate(state, batch) for _ in groups]
 
-        def read(slots: torch.Tensor) -> None:
-            readout(
-                state.read_source, state.ring["v"], w.theta[:batch], w.gain[:batch], w.c[:batch], slots, w.used, self.out
-            )  # fmt: skip
+        def read(slots: torch.Tensor, w: sequence.Workspace) -> None:
+            terms = (w.theta[:batch], w.gain[:batch], w.c[:batch])
+            readout(state.read_source, state.ring["v"], *terms, slots, w.used, self.out)
 
-        parts: dict[str, tuple[int, Callable[[torch.Tensor], None]]] = {
-            "plan": (length // 2 - 1, lambda s: sequence.plan(state, s, w)),
-            "window": (length // 2 - 1, lambda s: sequence.window(state, inputs, s, w)),
-            "readout": (length // 2 - 1, read),
-            "window of a flush": (length - 1, lambda s: sequence.window(state, inputs, s, w)),
-            "fold": (length - 1, lambda s: sequence.fold(state, inputs, s, w, self.out)),
+        def plan(slots: torch.Tensor, w: sequence.Workspace) -> None:
+            sequence.plan(state, slots, w)
+
+        def window(slots: torch.Tensor, w: sequence.Workspace) -> None:
+            sequence.window(state, inputs, slots, w)
+
+        def fold(slots: torch.Tensor, w: sequence.Workspace) -> None:
+            sequence.fold(state, inputs, slots, w, self.out)
+
+        half, full = max(length // 2 - 1, 0), length - 1
+        parts: dict[str, tuple[int, Callable[[torch.Tensor, sequence.Workspace], None]]] = {
+            "plan": (half, plan),
+            "window": (half, window),
+            "readout": (half, read),
+            "window of a flush": (full, window),
+            "fold": (full, fold),
         }
         for name, (fill, launch) in parts.items():
             self.bench.note(name)
-            state.cursor.fill_(max(fill, 0))
-            sequence.plan(state, groups[0], w)  # all groups are alike, so this is the plan of each
-            sequence.window(state, inputs, groups[0], w)
-            restore = lambda fill=fill: state.cursor.fill_(max(fill, 0))  # noqa: E731
-            found[name] = _time(self.bench.timer([lambda s=s, f=launch: f(s) for s in groups], restore))
+            restore = partial(state.cursor.fill_, fill)
+            restore()
+            for slots, w in zip(groups, work, strict=True):
+                plan(slots, w)
+                window(slots, w)
+            each = [partial(launch, slots, w) for slots, w in zip(groups, work, strict=True)]
+            found[name] = _time(self.bench.timer(each, restore))
         return found
 
 
-def make_step(kind: str, sample: Sample, moved: traffic.Traffic, bench: Bench) -> Step:
+def make_step(kind: Kind, sample: Sample, moved: traffic.Traffic, bench: Bench) -> Step:
     speed, of_read, of_copy, of_floor = memory.shares(bench.bandwidth, moved, sample.median)
-    return Step(kind, _time(sample), moved.read, moved.written, speed, of_read, of_copy, of_floor)  # type: ignore[arg-type]
+    return Step(kind, _time(sample), moved.read, moved.written, speed, of_read, of_copy, of_floor)
 
 
 def _time(sample: Sample) -> Time:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -30,16 +31,15 @@ def measure(timer: Timer, device: torch.device, sizes: dict[str, Sequence[int]] 
             count = size // 4 if kind == "read" else size // 8
             pieces = [buffer[i : i + count] for i in range(0, buffer.numel() - count + 1, count)]
             needed = max(2, math.ceil(cold / (4 * count)) + 1)
-            best = None
-            for block in bandwidth.BLOCKS:
-                if kind == "read":
-                    sample = timer([lambda p=p, b=block: bandwidth.read(p, out, b) for p in pieces[:needed]])
-                else:
-                    target = out[:count]
-                    sample = timer([lambda p=p, b=block: bandwidth.copy(p, target, b) for p in pieces[:needed]])
-                if best is None or sample.median < best.median:
-                    best = sample
-            assert best is not None
+            launch = bandwidth.read if kind == "read" else bandwidth.copy
+            target = out if kind == "read" else out[:count]
+            best = min(
+                (
+                    timer([partial(launch, piece, target, block) for piece in pieces[:needed]])
+                    for block in bandwidth.BLOCKS
+                ),
+                key=lambda sample: sample.median,
+            )
             found.append(Bandwidth(kind, size, Time(**vars(best)), size / best.median / 1e3))  # type: ignore[arg-type]
     return found
 

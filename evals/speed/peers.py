@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -100,7 +101,7 @@ class Fla:
         def launch(group: int, state: Tensor) -> None:
             kept[group] = self._call(inputs, state)
 
-        return [lambda g=g, state=self._states(batch, g, device): launch(g, state) for g in range(groups)]
+        return [partial(launch, group, self._states(batch, group, device)) for group in range(groups)]
 
 
 PEERS: dict[str, Callable[[LayerSpec], Peer]] = {"fla": Fla}

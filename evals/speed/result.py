@@ -11,6 +11,9 @@ from ..result import Provenance
 
 SCHEMA = "quantize-state/speed/1"
 
+Kind = Literal["non-flush", "flush", "mixed", "standard"]
+Status = Literal["timed", "refused", "skipped"]
+
 
 @dataclass(frozen=True)
 class Time:
@@ -42,7 +45,7 @@ class Step:
     the rest at the copy's, over the time taken.
     """
 
-    kind: Literal["non-flush", "flush", "mixed", "standard"]
+    kind: Kind
     time: Time
     bytes_read: dict[str, float]
     bytes_written: dict[str, float]
@@ -77,7 +80,7 @@ class Case:
     batch: int
     window: int
     arm: str
-    status: Literal["timed", "refused", "skipped"]
+    status: Status
     note: str
     checks: list[Check]
     steps: list[Step]

@@ -14,12 +14,11 @@ from itertools import groupby
 from pathlib import Path
 
 from ...quant.errors import QuantizeStateError
-from .. import formatting as f
 from ..records import write_atomic
 from ..report import markdown_text
 from .result import Case, SpeedResult, Step
 
-COLUMNS = ("non-flush", "flush", "amortised", "mixed", "× standard", "MB", "GB/s", "of floor")
+COLUMNS = ("non-flush", "flush", "amortised", "mixed", "× standard", "MB", "GB/s", "of read", "of copy")
 PART_COLUMNS = ("plan", "window", "readout", "window of a flush", "fold")
 
 
@@ -31,24 +30,26 @@ def microseconds(value: float | None) -> str:
 
 
 def cells(case: Case, standard: Case | None) -> list[str]:
-    """A row of the table. ``MB``, ``GB/s`` and ``of floor`` are those of the mixed step, or of the only one."""
-    main = case.step("mixed") or case.step("standard") or case.step("flush")
+    """A row of the table; ``MB`` and what follows are of the mixed step, or of the only one there is."""
     base = None if standard is None else standard.serving_us
     gain = "–" if base is None or case.serving_us is None else f"{base / case.serving_us:.2f}"
     mixed = case.step("mixed") or case.step("standard")
-    return [
-        *(_median(case.step(kind)) for kind in ("non-flush", "flush")),
-        microseconds(case.amortised_us),
-        _median(mixed),
-        gain,
-        "–" if main is None else f"{main.bytes / 1e6:,.1f}",
-        "–" if main is None else f"{main.gb_per_s:,.0f}",
-        "–" if main is None else f"{100 * main.share_of_floor:.0f} %",
-    ]
+    main = mixed or case.step("flush")
+    moved = ["–"] * 4
+    if main is not None:
+        both = (percent(share) for share in (main.share_of_read, main.share_of_copy))
+        moved = [f"{main.bytes / 1e6:,.1f}", f"{main.gb_per_s:,.0f}", *both]
+    times = [_timed(case.step("non-flush")), _timed(case.step("flush")), microseconds(case.amortised_us), _timed(mixed)]
+    return [*times, gain, *moved]
 
 
-def _median(step: Step | None) -> str:
-    return microseconds(None if step is None else step.time.median)
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _timed(step: Step | None) -> str:
+    """54.2 (85 %): microseconds, and the floor's share of them."""
+    return "–" if step is None else f"{microseconds(step.time.median)} ({percent(step.share_of_floor)})"
 
 
 def spread(result: SpeedResult) -> str:
@@ -135,12 +136,12 @@ def markdown_page(results: Sequence[SpeedResult], plot: str | None = "speed.svg"
     if plot is not None:
         lines += [f"![Speed-up of the mixed step over the standard kernel, by batch]({plot})", ""]
     lines += [
-        "A step is everything that a decode step of one layer launches. Non-flush: the mean over ring fills 0 to L − 2. "
-        "Amortised: ((L − 1)·non-flush + flush)/L. Mixed: rows at all fills, so that one in L flushes, as under "
-        "continuous batching; × standard, MB, GB/s and the floor's share are of this step. MB: bytes that the "
-        "step has to move (`evals/speed/traffic.py`). Of floor: the time that the memory would need for them, at the "
-        "read and copy bandwidth measured in the same run, over the time taken. States come from memory, not from "
-        "the cache. µs, medians.",
+        "µs, medians; in parentheses the floor's share: the time that the memory would need for the bytes that the "
+        "step has to move, at the bandwidth measured in the same run, over the time taken. A step is everything that "
+        "a decode step of one layer launches, on states that come from memory, not from the cache. Non-flush: the "
+        "mean over ring fills 0 to L − 2. Amortised: ((L − 1)·non-flush + flush)/L. Mixed: rows at all fills, so that "
+        "one in L flushes, as under continuous batching; what follows it is of this step. MB: bytes that it has to "
+        "move (`evals/speed/traffic.py`). Of read, of copy: GB/s over the bandwidth of a read and of a copy.",
         "",
     ]
     for result in results:
@@ -171,7 +172,7 @@ def markdown_page(results: Sequence[SpeedResult], plot: str | None = "speed.svg"
             markdown_text(bandwidth_line(result)),
             "",
             markdown_text(
-                f"{p.device}, torch {p.versions.get('torch', 'unknown')}, Triton {p.versions.get('triton', 'unknown')}, "
+                f"{p.device}, torch {p.versions.get('torch', '?')}, Triton {p.versions.get('triton', '?')}, "
                 f"quantize-state {p.quantize_state} ({(p.git_commit or 'unknown commit')[:9]}"
                 f"{', with changes' if p.git_dirty else ''}), {p.started}. {spread(result)}"
             ),

@@ -1,8 +1,8 @@
 """The byte model: what one step of a layer has to move, counted from the tensors that hold it.
 
-Counted once each: the state as it is read and written, ring rows before the token as read, the token's row as written,
-the token's inputs as read and the outputs as written. Not counted: what the kernels of a step hand on to each other (Θ, C,
-M) and the token's ring row when it is read back, which live in the cache.
+Counted once each: the state as it is read and written, the ring rows before the token as read, the token's row as
+written, the token's inputs as read and the outputs as written. Not counted: what the kernels of a step hand on to each
+other (Θ, C, M) and the token's ring row when it is read back, which live in the cache.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def standard(spec: LayerSpec) -> Traffic:
 def read(spec: LayerSpec, policy: StatePolicy, fill: float) -> Traffic:
     """One token of one sequence whose ring holds ``fill`` tokens before it, and which does not flush."""
     s = _sizes(spec, policy)
-    source = {"copy": s.copy} if policy.read is not None else {"state": s.state}
+    source: dict[str, float] = {"copy": s.copy} if policy.read is not None else {"state": s.state}
     return Traffic(
         source | {"ring": fill * s.ring_row, "activations": s.ring_row + s.query},
         {"ring": s.ring_row, "activations": s.output},
@@ -83,11 +83,10 @@ def read(spec: LayerSpec, policy: StatePolicy, fill: float) -> Traffic:
 def flush(spec: LayerSpec, policy: StatePolicy) -> Traffic:
     """The token that fills the ring: the checkpoint read and written, the copy written."""
     s = _sizes(spec, policy)
-    copied = {} if policy.read is None else {"copy": s.copy}
-    return Traffic(
-        {"state": s.state, "ring": (policy.window - 1) * s.ring_row, "activations": s.ring_row + s.query},
-        {"state": s.state, "ring": s.ring_row, "activations": s.output} | copied,
-    )
+    copied: dict[str, float] = {} if policy.read is None else {"copy": s.copy}
+    ring = (policy.window - 1) * s.ring_row
+    written: dict[str, float] = {"state": s.state, "ring": s.ring_row, "activations": s.output}
+    return Traffic({"state": s.state, "ring": ring, "activations": s.ring_row + s.query}, written | copied)
 
 
 def step(kind: str, spec: LayerSpec, policy: StatePolicy) -> Traffic:
