@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SPEED := $(wildcard results/speed/speed-*.json)
 
 .PHONY: setup demo test check report clean
 
@@ -28,8 +29,7 @@ check: setup
 
 report: setup
 	$(BIN)/python -m quantize_state.evals.table results/accuracy/*.json --readme README.md
-	for found in results/speed/speed-*.json; do test -e "$$found" || continue; \
-	  $(BIN)/python -m quantize_state.evals.speed.table results/speed/speed-*.json --out results/speed; break; done
+	$(if $(SPEED),$(BIN)/python -m quantize_state.evals.speed.table $(SPEED) --out results/speed)
 
 clean:
 	rm -rf $(VENV) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..quant.codec import encode
+from ..quant.encoded import EncodedState
 from ..quant.formats import FORMATS
 from ..quant.policy import StatePolicy
 from ..quant.spec import LayerSpec
@@ -153,3 +154,88 @@ def check_standard(spec: LayerSpec, device: torch.device | str, seed: int = 0) -
     ]
     renew(state, torch.arange(4, dtype=torch.int32, device=device))
     return [*found, *_copy_checks(state)]
+
+
+FAR = 1 << 30
+"""Elements between the slots of a far pool: offsets pass 2**31 at the third slot."""
+ROOM = 2**26
+"""Bytes for the first slot of all tensors of a far pool."""
+
+
+def far_bytes() -> int:
+    """Memory that a far pool of three slots takes: its widest elements have four bytes."""
+    return 2 * FAR * 4 + ROOM
+
+
+def far_copy(state: DecodeState) -> DecodeState:
+    """The same three slots, FAR elements apart, all tensors in one buffer: slots lie further apart than ROOM."""
+    memory = torch.empty(far_bytes(), dtype=torch.uint8, device=state.cursor.device)
+    used = 0
+
+    def spread(t: Tensor) -> Tensor:
+        nonlocal used
+        pool = memory[used:].view(t.dtype)
+        far = pool.as_strided(t.shape, (FAR, *t[0].contiguous().stride()), pool.storage_offset())
+        _bytes(far).copy_(_bytes(t))
+        used += -(-t[0].numel() * t.element_size() // 256) * 256
+        assert used <= ROOM
+        return far
+
+    def encoded(e: EncodedState) -> EncodedState:
+        return replace(e, codes=spread(e.codes), scales={n: spread(t) for n, t in e.scales.items()})
+
+    near = state.clone()
+    ring = {n: spread(t) for n, t in near.ring.items()}
+    copy = None if near.copy is None else encoded(near.copy)
+    return replace(near, checkpoint=encoded(near.checkpoint), copy=copy, ring=ring)
+
+
+def _bytes(t: Tensor) -> Tensor:
+    """One-byte floats as uint8: not every copy kernel knows them."""
+    return t.view(torch.uint8) if t.element_size() == 1 else t
+
+
+def check_far(spec: LayerSpec, device: torch.device | str) -> list[Check]:
+    """Slots whose offsets pass 2**31 elements give the bytes that near ones give."""
+    device = torch.device(device)
+    near = random_state(spec, StatePolicy(read="nvfp4", window=4), 3, seed=0, device=device)
+    near.cursor.copy_(torch.tensor([0, 3, 1], device=device))
+    far = far_copy(near)
+    slots = torch.tensor([2, 1], dtype=torch.int32, device=device)
+    inputs = random_tokens(spec, 2, seed=1, device=device)
+    outputs = [sequence.step(s, inputs, slots) for s in (near, far)]
+    found = [Check("output bytes", different_bytes(*outputs), 0)]
+    found.append(Check("state bytes", sum(_touched(far, near, s) for s in (0, 1, 2)), 0))
+    for state in (near, far):
+        state.cursor.zero_()
+    outputs = [standard_step(s, inputs, slots) for s in (near, far)]
+    found.append(Check("output bytes of the standard kernel", different_bytes(*outputs), 0))
+    for state in (near, far):
+        renew(state, slots)
+    return [*found, Check("state bytes after it", sum(_touched(far, near, s) for s in (0, 1, 2)), 0)]
+
+
+def check_graph(spec: LayerSpec, policy: StatePolicy, device: torch.device) -> list[Check]:
+    """Three replays of a captured step leave the bytes that three steps leave."""
+    eager = random_state(spec, policy, 4, seed=0, device=device)
+    eager.cursor.copy_(torch.tensor([0, policy.window - 2, policy.window - 1, 0], device=device))
+    captured = eager.clone()
+    slots = torch.tensor([3, 1, -1, 2], dtype=torch.int32, device=device)
+    inputs = random_tokens(spec, 4, seed=1, device=device)
+    shape = (4, 1, spec.heads, spec.value_dim)
+    outs = [torch.zeros(shape, device=device) for _ in range(2)]
+    spaces = [sequence.Workspace.allocate(eager, 4) for _ in range(2)]
+    sequence.step(eager.clone(), inputs, slots, workspace=spaces[1], out=outs[1])  # compiled before it is captured
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sequence.step(captured, inputs, slots, workspace=spaces[1], out=outs[1])
+    for _ in range(3):
+        sequence.step(eager, inputs, slots, workspace=spaces[0], out=outs[0])
+        graph.replay()
+    torch.cuda.synchronize()
+    return [
+        Check("output bytes", different_bytes(outs[1], outs[0]), 0),
+        Check("state bytes", sum(_touched(captured, eager, s) for s in range(4)), 0),
+        Check("cursors", float((captured.cursor != eager.cursor).sum()), 0),
+    ]

@@ -191,7 +191,7 @@ def tiny_plan(family="gdn", arms=("standard", "decoupled-nvfp4"), batches=(2,), 
 def small_pools():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure, "slots_needed", lambda batch, launch_bytes, l2: 3 * batch)
-        patch.setattr(measure, "l2_bytes", lambda device: 1000)
+        patch.setattr(measure, "l2_bytes", lambda device: 100)
         patch.setattr(memory, "l2_bytes", lambda device: 10_000)
         yield
 

@@ -28,6 +28,9 @@ STANDARD: Literal["standard"] = "standard"
 KINDS: tuple[Kind, ...] = ("non-flush", "flush", "mixed")
 """The steps of an arm with a ring. Speculative decode adds its own kind here and in ``Arm.launches``."""
 
+PARTS = ("plan", "window", "readout", "window of a flush", "fold")
+"""Launches that are also timed alone."""
+
 MEMORY_SHARE = 0.35
 """Of the free memory that a pool may take: the codec's temporaries need some too."""
 
@@ -192,7 +195,7 @@ class Arm:
         self.workspace.check_finite(self.pool)
         return found
 
-    def breakdown(self) -> dict[str, Time]:
+    def breakdown(self, names: Sequence[str] = PARTS) -> dict[str, Time]:
         """Each launch of a step alone: of a step that reads, at half a ring, and of one in which all rows flush."""
         state, inputs, batch = self.pool, self.inputs, self.batch
         length, found = state.policy.window, {}
@@ -221,7 +224,8 @@ class Arm:
             "window of a flush": (full, window),
             "fold": (full, fold),
         }
-        for name, (fill, launch) in parts.items():
+        for name in names:
+            fill, launch = parts[name]
             self.bench.note(name)
             restore = partial(state.cursor.fill_, fill)
             restore()

@@ -47,7 +47,7 @@ def speedup_svg(results: Sequence[SpeedResult]) -> str | None:
         figure.supylabel("speed of a mixed step, the standard kernel's being 1", fontsize=9.5)
         figure.supxlabel("batch", fontsize=9.5)
         shown = [line(grid[0][0], [], [], style) for style in look.values()]
-        figure.legend(shown, list(look), loc="outside lower center", ncols=min(6, len(look)), frameon=False)
+        figure.legend(shown, list(look), loc="outside upper center", ncols=min(6, len(look)), frameon=False)
         return _standalone(to_svg(figure, "speed", "Speed-up of the mixed step over the standard kernel, by batch"))
 
 

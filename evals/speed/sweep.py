@@ -1,0 +1,279 @@
+"""Try launches of each kernel on this GPU, and print the best ones as entries of the launch table.
+
+    python -m quantize_state.evals.speed.sweep --op readout --shape qwen3.5-4b --arm decoupled-nvfp4 --batch 1,32,256
+    python -m quantize_state.evals.speed.sweep --paths runs/…/speed.json
+
+A candidate whose correctness check fails, or that does not compile or fit, is named and not timed. Entries go in front
+of those in kernels/launch.py; ``--json FILE`` writes them with every time. ``--paths`` reads a bench instead and
+prints up to which batch the standard kernel is at least as fast as a mixed step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...kernels import launch as table
+from ...kernels.cases import random_state
+from ...kernels.launch import Entry, Launch, find_launch, isa_of
+from ...kernels.shapes import find_shape
+from ...kernels.standard.triton import launch_of
+from ...kernels.timing import GraphTimer, Timer, need_gpu
+from ...quant.errors import InvalidValueError, QuantizeStateError
+from ...quant.policy import StatePolicy
+from ...quant.spec import LayerSpec
+from ..records import write_atomic
+from . import traffic
+from .measure import STANDARD, Arm, Bench, arm_policy, check
+from .result import SpeedResult
+
+OPS = ("standard", "readout", "fold", "window", "plan")
+TIMED = {"readout": ("readout",), "fold": ("fold",), "window": ("window", "window of a flush"), "plan": ("plan",)}
+"""What decides, by op: of a window 15 launches of 16 are those of steps that read."""
+WORTH = 0.98
+"""A candidate replaces the table's launch where it takes less than this share of its time; repeats differ by 1 %."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One candidate at one batch: microseconds, or why it was not timed."""
+
+    batch: int
+    launch: Launch
+    microseconds: float | None
+    problem: str = ""
+
+
+def candidates(op: str, base: Launch, spec: LayerSpec, programs: int = 132) -> list[Launch]:
+    """Launches to try for an op, the table's own first; ``programs``: multiprocessors of the device."""
+    rows = [r for r in (16, 32, 64, 128) if r <= max(16, 1 << (spec.value_dim - 1).bit_length())]
+    knobs: dict[str, Sequence[int]] = {"warps": (1, 2, 4, 8)}
+    if op in ("standard", "readout"):
+        knobs["rows"] = [8, *rows] if op == "standard" else rows
+    elif op == "fold":
+        knobs |= {"warps": (2, 4, 8, 16), "stages": (1, 2, 3), "programs": [programs * n for n in (1, 2, 4, 8)]}
+    elif op == "window":
+        knobs["columns"] = (16, 32, 64)
+    settings: list[dict[str, Any]] = [dict(zip(knobs, v, strict=True)) for v in itertools.product(*knobs.values())]
+    tried = [replace(base, **chosen) for chosen in settings]
+    if "rows" in knobs:  # 8 to 256 state elements in the registers of a thread
+        tried = [c for c in tried if 8 <= c.rows * spec.key_dim / (32 * c.warps) <= 256]
+    return list(dict.fromkeys([base, *tried]))
+
+
+@contextmanager
+def preferred(entry: Entry) -> Iterator[None]:
+    """Inside, the launch table begins with ``entry``. Not for use from several threads."""
+    before = table.TABLE
+    table.TABLE = (entry, *before)
+    try:
+        yield
+    finally:
+        table.TABLE = before
+
+
+def sweep(
+    bench: Bench,
+    op: str,
+    spec: LayerSpec,
+    policy: StatePolicy | None,
+    batches: Sequence[int],
+    *,
+    limit: int | None = None,
+    done: Callable[[Tried], None] | None = None,
+) -> list[Tried]:
+    """Check and time the candidates of ``op`` at each batch. ``policy`` None is the standard kernel's."""
+    own = policy if policy is not None else StatePolicy(window=1)
+    slots = bench.pool_slots(spec, own, batches)
+    pool = random_state(spec, own, slots, seed=0, device=bench.device, dtype=traffic.ACTIVATIONS)
+    isa, format = isa_of(bench.device), key_of(op, spec, policy)
+    processors = 132
+    if bench.device.type == "cuda":
+        processors = torch.cuda.get_device_properties(bench.device).multi_processor_count
+    found = []
+    for batch in batches:
+        base = launch_of(spec, isa, batch) if op == STANDARD else _current(op, format, spec, isa, batch)
+        for chosen in candidates(op, base, spec, processors)[:limit]:
+            with preferred(Entry(chosen, op)):
+                tried = _try(bench, op, spec, policy, batch, pool, chosen)
+            found.append(tried)
+            if done is not None:
+                done(tried)
+    return found
+
+
+def _current(op: str, format: str, spec: LayerSpec, isa: int, batch: int) -> Launch:
+    sizes = (0, 0) if op == "plan" else (spec.value_dim, spec.key_dim)
+    return find_launch(op, format, *sizes, isa, batch)
+
+
+def key_of(op: str, spec: LayerSpec, policy: StatePolicy | None) -> str:
+    """The table's ``format`` of an op: the copy's, the family for windows, nothing for the others."""
+    if op == "window":
+        return spec.family
+    if policy is None or op == "plan":
+        return ""
+    return policy.read or ("none" if op == "fold" else policy.checkpoint)
+
+
+def _try(bench: Bench, op: str, spec: LayerSpec, policy: StatePolicy | None, batch: int, pool, chosen: Launch) -> Tried:
+    try:
+        bad = [c for c in check(spec, policy, bench.device) if not c.passed]
+        if bad:
+            return Tried(batch, chosen, None, f"wrong: {bad[0]}")
+        arm = Arm(bench, spec, policy, batch, pool)
+        if op == STANDARD:
+            return Tried(batch, chosen, arm.steps()[0].time.median)
+        parts = arm.breakdown(TIMED[op])
+    except QuantizeStateError:
+        raise
+    except Exception as error:  # what a compiler raises for a launch that does not fit
+        return Tried(batch, chosen, None, f"{type(error).__name__}: {' '.join(str(error).split())[:120]}")
+    return Tried(batch, chosen, parts[TIMED[op][0]].median)
+
+
+def best_entries(
+    op: str, spec: LayerSpec, policy: StatePolicy | None, isa: int, tried: Sequence[Tried]
+) -> list[tuple[Entry, float, float]]:
+    """(entry, µs, µs of the table's own launch) where a candidate beats the table, smaller batches first; the entry of
+    the largest batch holds for all above it too."""
+    batches = sorted({t.batch for t in tried})
+    sizes = {} if op == "plan" else {"value_dim": spec.value_dim, "key_dim": spec.key_dim}
+    format = key_of(op, spec, policy) or None
+    found = []
+    for batch in batches:
+        here = [t for t in tried if t.batch == batch]
+        timed = [t for t in here if t.microseconds is not None]
+        if not timed:
+            continue
+        base, best = here[0], min(timed, key=lambda t: t.microseconds or 0.0)
+        before = base.microseconds if base.microseconds is not None else float("inf")
+        if best.microseconds is not None and best.microseconds < WORTH * before:
+            at_most = None if batch == batches[-1] else batch
+            entry = Entry(best.launch, op, format, isa=isa, max_batch=at_most, **sizes)
+            found.append((entry, best.microseconds, before))
+    return found
+
+
+def source(entry: Entry) -> str:
+    """An entry as kernels/launch.py spells it."""
+
+    def spelt(value: Any) -> str:
+        given = {n: v for n, v in asdict(value).items() if v != getattr(type(value), n, None) and n != "launch"}
+        return ", ".join(f'{n}="{v}"' if isinstance(v, str) else f"{n}={v}" for n, v in given.items() if n != "op")
+
+    conditions = spelt(entry)
+    return f'Entry(Launch({spelt(entry.launch)}), "{entry.op}"{", " + conditions if conditions else ""}),'
+
+
+def standard_up_to(result: SpeedResult) -> dict[tuple[str, str], int]:
+    """By (shape, arm): the largest batch, of those measured from the smallest on without a gap, at which the standard
+    kernel is at least as fast as the arm's mixed step; 0 where replay pays at once."""
+    times = {(c.shape, c.arm, c.batch): c.serving_us for c in result.cases if c.serving_us is not None}
+    found = {}
+    for shape, arm in dict.fromkeys((s, a) for s, a, _ in times if a.startswith(("replay", "decoupled"))):
+        last = 0
+        for batch in sorted(b for s, a, b in times if (s, a) == (shape, arm)):
+            standard = times.get((shape, STANDARD, batch))
+            if standard is None or standard > (times[shape, arm, batch] or 0.0):
+                break
+            last = batch
+        found[shape, arm] = last
+    return found
+
+
+def main(
+    arguments: Sequence[str] | None = None, *, timer: Timer | None = None, device: torch.device | None = None
+) -> int:
+    """Sweep, or read a bench. Exit codes: 0 done, 2 an error that the message explains."""
+    parser = argparse.ArgumentParser(
+        prog="python -m quantize_state.evals.speed.sweep", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--op", action="append", choices=OPS, help="which kernels (repeatable; default: all)")
+    parser.add_argument("--shape", action="append", default=[], metavar="NAME", help="a layer (repeatable)")
+    parser.add_argument("--family", metavar="NAME", help="of a shape that is spelt as heads x value dim x key dim")
+    parser.add_argument("--arm", action="append", default=[], metavar="ARM", help="repeatable")
+    parser.add_argument("--batch", default="1,32,256", metavar="N,…", help="batch sizes (default: %(default)s)")
+    parser.add_argument("--window", type=int, default=16, metavar="L")
+    parser.add_argument("--limit", type=int, metavar="N", help="try the first N candidates of each op alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write entries and every time there")
+    parser.add_argument("--paths", type=Path, metavar="SPEED.json", help="where the standard kernel is as fast")
+    args = parser.parse_args(arguments)
+    try:
+        if args.paths is not None:
+            for (shape, arm), batch in standard_up_to(SpeedResult.read(args.paths)).items():
+                print(f"{shape}, {arm}: standard up to batch {batch}" if batch else f"{shape}, {arm}: never")
+            return 0
+        return _sweep_all(args, timer or GraphTimer(), device)
+    except QuantizeStateError as error:
+        print(f"sweep: {error}", file=sys.stderr)
+        return 2
+
+
+def _sweep_all(args: argparse.Namespace, timer: Timer, device: torch.device | None) -> int:
+    from ...kernels.timing import l2_bytes
+
+    batches = _batches(args.batch)
+    shapes = [find_shape(text, args.family) for text in args.shape or ("nemotron-3-super", "qwen3.5-4b")]
+    arms = args.arm or ["decoupled-nvfp4"]
+    policies = {arm: arm_policy(arm, args.window) for arm in arms}
+    if device is None:
+        device = need_gpu("sweep")
+    bench = Bench(timer, device, (), l2=l2_bytes(device))
+    records: list[dict[str, Any]] = []
+    done: set[tuple[Any, ...]] = set()
+    for name, spec in shapes:
+        for op in args.op or OPS:
+            for arm, policy in policies.items():
+                chosen = None if op == STANDARD else policy
+                if op != STANDARD and chosen is None:
+                    continue
+                key = (op, spec.value_dim, spec.key_dim, spec.heads, key_of(op, spec, chosen))
+                if key in done:
+                    continue
+                done.add(key)
+                title = f"{op}, {name}" + ("" if op == STANDARD else f", {arm}")
+                tried = sweep(bench, op, spec, chosen, batches, limit=args.limit, done=lambda t, n=title: _say(n, t))  # type: ignore[misc]
+                best = best_entries(op, spec, chosen, isa_of(device), tried)
+                for entry, microseconds, before in best:
+                    print(f"    {source(entry)}  # {microseconds:.2f} µs, {before:.2f} before: {name}", flush=True)
+                records.append(
+                    {
+                        "op": op, "shape": name, "arm": arm,
+                        "entries": [{**asdict(e), "microseconds": us, "before": old} for e, us, old in best],
+                        "tried": [asdict(t) for t in tried],
+                    }
+                )  # fmt: skip
+    if args.json is not None:
+        finite = json.dumps({"device": _name(device), "sweeps": records}, indent=1).replace("Infinity", "null")
+        write_atomic(args.json, finite + "\n", overwrite=False)
+    return 0
+
+
+def _batches(text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise InvalidValueError(f"--batch is {text!r}; it must be whole numbers with commas, such as 1,256")
+    return sorted(int(part) for part in parts)
+
+
+def _say(title: str, tried: Tried) -> None:
+    said = tried.problem if tried.microseconds is None else f"{tried.microseconds:.2f} µs"
+    print(f"{title}, batch {tried.batch}: {tried.launch}: {said}", file=sys.stderr, flush=True)
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
