@@ -45,6 +45,12 @@ class Clock:
         return Sample(t, t, t, len(launches), 5)
 
 
+@pytest.fixture
+def no_check(monkeypatch):
+    """For tests in which kernels only have to run."""
+    monkeypatch.setattr(sweep, "check", lambda spec, policy, device: [])
+
+
 def bench(*times):
     return measure.Bench(Clock(*times), CPU, (), l2=100)
 
@@ -61,7 +67,7 @@ def test_candidates_begin_with_the_tables_own_and_fit(op):
 
 
 @interpreted
-def test_the_fastest_correct_candidate_becomes_an_entry():
+def test_the_fastest_correct_candidate_becomes_an_entry(no_check):
     before = launch.TABLE
     tried = sweep.sweep(bench(20.0, 30.0, 10.0, 19.9), "plan", TINY, StatePolicy(read="nvfp4", window=3), [2], limit=4)
     assert [t.microseconds for t in tried] == [20.0, 30.0, 10.0, 19.9] and launch.TABLE is before
@@ -158,7 +164,8 @@ def test_where_the_standard_kernel_is_as_fast():
 
 
 @interpreted
-def test_the_command(capsys, tmp_path):
+def test_the_command(capsys, tmp_path, no_check, monkeypatch):
+    monkeypatch.setattr(sweep, "l2_bytes", lambda device: 100)
     file = tmp_path / "sweep.json"
     command = "--op plan --shape 2/1x16x32 --family gdn --batch 1,2 --window 3 --limit 2 --json".split()  # noqa: SIM905
     assert sweep.main([*command, str(file)], timer=Clock(20.0, 10.0, 20.0, 19.9), device=CPU) == 0

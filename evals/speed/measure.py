@@ -188,12 +188,17 @@ class Arm:
             kinds = ("flush",)
         found = []
         for kind in kinds:
-            self.bench.note(kind)
-            launches, before = self.launches(kind)
             moved = traffic.standard(self.spec) if kind == STANDARD else traffic.step(kind, self.spec, self.pool.policy)
-            found.append(make_step(kind, self.bench.timer(launches, before), moved.times(self.batch), self.bench))
-        self.workspace.check_finite(self.pool)
+            found.append(make_step(kind, self.time(kind), moved.times(self.batch), self.bench))
         return found
+
+    def time(self, kind: Kind) -> Sample:
+        """The time of one kind of step. Raises NonFiniteStateError as ``steps``."""
+        self.bench.note(kind)
+        launches, before = self.launches(kind)
+        sample = self.bench.timer(launches, before)
+        self.workspace.check_finite(self.pool)
+        return sample
 
     def breakdown(self, names: Sequence[str] = PARTS) -> dict[str, Time]:
         """Each launch of a step alone: of a step that reads, at half a ring, and of one in which all rows flush."""

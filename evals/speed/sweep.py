@@ -27,7 +27,7 @@ from ...kernels.cases import random_state
 from ...kernels.launch import Entry, Launch, find_launch, isa_of
 from ...kernels.shapes import find_shape
 from ...kernels.standard.triton import launch_of
-from ...kernels.timing import GraphTimer, Timer, need_gpu
+from ...kernels.timing import GraphTimer, Timer, l2_bytes, need_gpu
 from ...quant.errors import InvalidValueError, QuantizeStateError
 from ...quant.policy import StatePolicy
 from ...quant.spec import LayerSpec
@@ -132,7 +132,7 @@ def _try(bench: Bench, op: str, spec: LayerSpec, policy: StatePolicy | None, bat
             return Tried(batch, chosen, None, f"wrong: {bad[0]}")
         arm = Arm(bench, spec, policy, batch, pool)
         if op == STANDARD:
-            return Tried(batch, chosen, arm.steps()[0].time.median)
+            return Tried(batch, chosen, arm.time(STANDARD).median)
         parts = arm.breakdown(TIMED[op])
     except QuantizeStateError:
         raise
@@ -220,8 +220,6 @@ def main(
 
 
 def _sweep_all(args: argparse.Namespace, timer: Timer, device: torch.device | None) -> int:
-    from ...kernels.timing import l2_bytes
-
     batches = _batches(args.batch)
     shapes = [find_shape(text, args.family) for text in args.shape or ("nemotron-3-super", "qwen3.5-4b")]
     arms = args.arm or ["decoupled-nvfp4"]
