@@ -144,7 +144,7 @@ def run(
             todo = []
             for batch in plan.batches:
                 path = _case_path(folder, shape, arm, batch, plan)
-                known = None if dirty else _finished(path, name, commit)
+                known = None if dirty or commit is None else _finished(path, name, commit)
                 if known is None:
                     todo.append(batch)
                 else:
