@@ -218,8 +218,10 @@ def test_a_run_checks_then_times_and_is_written_once(result):
     assert nvfp4.steps[0].bytes == 2 * traffic.step("non-flush", TINY["mamba2"], StatePolicy("fp32", "nvfp4", 3)).total
     assert found.provenance.engine == "kernels" and found.provenance.window == 3
     assert {b.kind for b in found.bandwidth} == {"read", "copy"}
+    clock = Clock()
     with pytest.raises(QuantizeStateError, match="never overwritten"):
-        bench.run(tiny_plan(), out, timer=Clock(), device=CPU, sizes=KILO)
+        bench.run(tiny_plan(), out, timer=clock, device=CPU, sizes=KILO)
+    assert not clock.lists, "refused before an hour of measuring, not after it"
 
 
 @interpreted
