@@ -3,79 +3,108 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .codec import EncodedState
-from .errors import FileFormatError, InvalidValueError
+from .errors import FileFormatError, InvalidValueError, QuantizeStateError
 from .policy import StatePolicy
 from .spec import LayerSpec
 from .state import DecodeState
 
-SCHEMA = "quantize-state/state/1"
+SCHEMA = "quantize-state/state/2"
 
 
 def save_states(states: Mapping[str, DecodeState], path: str | os.PathLike[str]) -> None:
     """Write the states of a model's layers, by layer name, to one safetensors file.
 
-    The file appears whole or not at all; an existing file is replaced only by a complete one.
+    The file appears whole or not at all; an existing file is replaced only by a complete one. Raises
+    QuantizeStateError where it can't be written.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     target = Path(path)
     tensors: dict[str, Tensor] = {}
     layers: dict[str, Any] = {}
     for name, state in states.items():
-        encoded = {"checkpoint": state.checkpoint} | ({} if state.copy is None else {"copy": state.copy})
-        for part, value in encoded.items():
-            tensors |= {f"{name}/{part}/{key}": t.contiguous() for key, t in value.tensors().items()}
-        tensors |= {f"{name}/ring/{key}": t.contiguous() for key, t in state.ring.items()}
-        tensors |= {f"{name}/cursor": state.cursor, f"{name}/position": state.position}
-        if state.decay_rate is not None:
-            tensors[f"{name}/decay_rate"] = state.decay_rate
+        # clone: safetensors refuses tensors that share memory, as a decay rate may
+        tensors |= {f"{name}/{key}": t.detach().cpu().contiguous().clone() for key, t in _tensors(state).items()}
         layers[name] = {
+            "layer": state.layer,  # of which stochastic rounding is seeded
             "spec": dataclasses.asdict(state.spec),
             "policy": dataclasses.asdict(state.policy),
             "encoded": {
                 part: {"format": v.format, "scale_rule": v.scale_rule, "rotation": v.rotation, "key_dim": v.shape[-1]}
-                for part, v in encoded.items()
+                for part, v in _encoded(state).items()
             },
         }
-    metadata = {"schema": SCHEMA, "layers": json.dumps(layers)}
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    os.close(handle)
+    described = json.dumps(layers)
+    metadata = {"schema": SCHEMA, "layers": described, "sha256": _digest(described, tensors)}
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        # clone: safetensors refuses tensors that share memory, as a decay rate may
-        save_file({key: t.detach().cpu().clone() for key, t in tensors.items()}, temporary, metadata)
+        save_file(tensors, temporary, metadata)
+        _sync(temporary)
         os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    except (OSError, SafetensorError) as error:
+        kept = "the old file is unchanged" if target.exists() else "nothing was written"
+        raise QuantizeStateError(f"can't write {target}: {error}; {kept}") from error
+    finally:
+        if temporary.exists():
+            temporary.unlink()
 
 
 def load_states(path: str | os.PathLike[str], device: str = "cpu") -> dict[str, DecodeState]:
-    """Read what ``save_states`` wrote. Raises FileFormatError where the file is not that, or damaged."""
+    """Read what ``save_states`` wrote, all of it checked against the file's checksum and its own description.
+
+    Raises FileFormatError where the file is not that, of another version, or damaged, and InvalidValueError where
+    there is none, or no such device.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="pt", device=device) as file:
+        with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("schema") != SCHEMA:
-                raise FileFormatError(f"{path} has schema {metadata.get('schema')!r}; this version reads {SCHEMA!r}")
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a mapping
-        return {name: _state(name, entry, tensors) for name, entry in json.loads(metadata["layers"]).items()}
+                raise FileFormatError(
+                    f"{path} has schema {metadata.get('schema')!r}; this version reads {SCHEMA!r}. "
+                    "Continue with the version that wrote it, or start from the prompt again."
+                )
+            # clone: what is read must not change with the file
+            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 - not a mapping
+        if metadata["sha256"] != _digest(metadata["layers"], tensors):
+            raise FileFormatError(f"{path} is damaged: its contents don't fit its checksum. Copy it again.")
+        states = {name: _state(name, entry, tensors) for name, entry in json.loads(metadata["layers"]).items()}
     except FileNotFoundError:
         raise InvalidValueError(f"{path} does not exist; save_states writes such files") from None
-    except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
-        if isinstance(error, FileFormatError):
-            raise
+    except FileFormatError:
+        raise
+    except (SafetensorError, KeyError, TypeError, ValueError, AttributeError, RecursionError, OSError) as error:
         raise FileFormatError(f"{path} is no state file, or damaged: {type(error).__name__}: {error}") from error
+    try:
+        return {name: state.to(device) for name, state in states.items()}
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
+        raise InvalidValueError(f"can't bring states to device {device!r}: {error}") from error
+
+
+def _encoded(state: DecodeState) -> dict[str, EncodedState]:
+    return {"checkpoint": state.checkpoint} | ({} if state.copy is None else {"copy": state.copy})
+
+
+def _tensors(state: DecodeState) -> dict[str, Tensor]:
+    """Everything that a state holds, by name."""
+    named = {f"{part}/{key}": t for part, value in _encoded(state).items() for key, t in value.tensors().items()}
+    named |= {f"ring/{key}": t for key, t in state.ring.items()}
+    named |= {"cursor": state.cursor, "position": state.position}
+    return named | ({} if state.decay_rate is None else {"decay_rate": state.decay_rate})
 
 
 def _state(name: str, entry: dict[str, Any], tensors: dict[str, Any]) -> DecodeState:
@@ -85,10 +114,10 @@ def _state(name: str, entry: dict[str, Any], tensors: dict[str, Any]) -> DecodeS
     encoded = {
         part: EncodedState.from_tensors(under(f"{name}/{part}/"), **header) for part, header in entry["encoded"].items()
     }
-    return DecodeState(
+    state = DecodeState(
         LayerSpec(**entry["spec"]),
         StatePolicy(**entry["policy"]),
-        name,
+        entry["layer"],
         checkpoint=encoded["checkpoint"],
         copy=encoded.get("copy"),
         ring=under(f"{name}/ring/"),
@@ -96,3 +125,45 @@ def _state(name: str, entry: dict[str, Any], tensors: dict[str, Any]) -> DecodeS
         position=tensors[f"{name}/position"],
         decay_rate=tensors.get(f"{name}/decay_rate"),
     )
+    _check(name, state)
+    return state
+
+
+def _check(name: str, state: DecodeState) -> None:
+    """Raise FileFormatError where a state is not what its spec and policy describe."""
+    empty = DecodeState.allocate(
+        state.spec, state.policy, 1, layer=state.layer, dtype=state.ring["v"].dtype, decay_rate=state.decay_rate
+    )
+
+    def layout(one: DecodeState) -> dict[str, tuple]:
+        constant = ("decay_rate",)  # not per slot
+        return {key: (t.dtype, *(t.shape if key in constant else t.shape[1:])) for key, t in _tensors(one).items()} | {
+            part: (e.format, e.scale_rule, e.rotation, *e.shape[1:]) for part, e in _encoded(one).items()
+        }
+
+    ours, theirs = layout(state), layout(empty)
+    wrong = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
+    counts = {key: len(t) for key, t in _tensors(state).items() if key != "decay_rate"}
+    wrong += [key for key, count in counts.items() if count != state.slots]
+    if wrong:
+        raise FileFormatError(f"layer {name!r} has tensors that don't fit its description: {', '.join(wrong)}")
+    if bool(((state.cursor < 0) | (state.cursor >= state.policy.window)).any()):
+        raise FileFormatError(f"layer {name!r} has a ring of {state.policy.window} that claims to hold other counts")
+
+
+def _digest(described: str, tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over the description and every tensor's name, dtype, shape and bytes (contiguous, on the CPU)."""
+    digest = hashlib.sha256(described.encode())
+    for key in sorted(tensors):
+        t = tensors[key]
+        digest.update(f"\n{key} {t.dtype} {list(t.shape)}\n".encode())
+        digest.update(memoryview(t.reshape(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
