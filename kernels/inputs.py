@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..quant.errors import InvalidValueError
+from ..quant.spec import LayerSpec
+
 
 @dataclass(frozen=True)
 class TokenInputs:
@@ -32,6 +35,23 @@ class TokenInputs:
     @property
     def rows(self) -> int:
         return self.v.shape[0]
+
+    def check(self, spec: LayerSpec) -> None:
+        """Raise InvalidValueError where a tensor lacks the shape that ``spec`` asks for: it would broadcast instead."""
+        rows, tokens = self.v.shape[:2]
+        key, value = (spec.key_heads, spec.key_dim), (spec.heads, spec.value_dim)
+        wanted: dict[str, tuple[int, ...] | None] = {"q": key, "k": key, "v": value, "beta": (spec.heads,), "g": None}
+        if not spec.rules.gain_sets_decay:
+            wanted["g"] = (spec.heads, spec.key_dim) if spec.rules.decay == "channel" else (spec.heads,)
+        for name, inner in wanted.items():
+            given = getattr(self, name)
+            shape = None if inner is None else (rows, tokens, *inner)
+            if (None if given is None else tuple(given.shape)) != shape:
+                what = "missing" if given is None else f"{list(given.shape)}"
+                raise InvalidValueError(
+                    f"input {name} of a {spec.rules.title} layer is {what}; it must be "
+                    + ("left out" if shape is None else f"{list(shape)}, rows and tokens being those of v")
+                )
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> TokenInputs:
         """The same inputs with ``fn`` applied to every tensor."""

@@ -7,7 +7,8 @@ whose output is zero and which changes nothing. Without ``slots``, row b is slot
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -36,17 +37,19 @@ def step(state: DecodeState, inputs: TokenInputs, slots: Tensor | None = None) -
     inputs = inputs if live is None else inputs.rows_at(live)
     row = state.cursor[slots].long()
     _append(state, inputs, slots, row)
-    state.position[slots] += 1
     window = _ring_window(state, slots, inputs, row)
     flushing = row + 1 == state.policy.window
+    # Rows that flush come first: they alone can raise, and then no row has moved on.
     parts = [(flushing, _flush), (~flushing, _read)]
     out = y if live is None else y[live]
-    for chosen, action in parts:
-        if bool(chosen.all()):
-            out = action(state, window, slots, row)
-            break
-        if bool(chosen.any()):
-            out[chosen] = action(state, _rows(window, chosen), slots[chosen], row[chosen])
+    with _moving(state, slots):
+        state.position[slots] += 1
+        for chosen, action in parts:
+            if bool(chosen.all()):
+                out = action(state, window, slots, row)
+                break
+            if bool(chosen.any()):
+                out[chosen] = action(state, _rows(window, chosen), slots[chosen], row[chosen])
     if live is None:
         y = out
     else:
@@ -71,6 +74,8 @@ def scan(state: DecodeState, inputs: TokenInputs, slots: Tensor | None = None) -
     slots, live = _live_rows(state, inputs, slots)
     shape = (inputs.rows, inputs.tokens, state.spec.heads, state.spec.value_dim)
     y = inputs.v.new_zeros(shape, dtype=torch.float32)
+    if not inputs.tokens:
+        return y
     rows = torch.arange(inputs.rows, device=y.device) if live is None else live.nonzero()[:, 0]
     cursor = state.cursor[slots]
     for fill in cursor.unique().tolist():  # rows whose windows end at the same token go together
@@ -86,10 +91,11 @@ def _scan_aligned(state: DecodeState, inputs: TokenInputs, slots: Tensor, fill: 
     if fill:
         inputs = concat_tokens([_ring_inputs(state, slots, fill, like=inputs), inputs])
     whole = inputs.tokens - inputs.tokens % length
-    state.position[slots] -= fill
     outputs = []
-    if whole:
-        outputs.append(_windows_engine(state)(state, inputs.slice(0, whole), slots))
+    with _moving(state, slots):
+        state.position[slots] -= fill
+        if whole:
+            outputs.append(_windows_engine(state)(state, inputs.slice(0, whole), slots))
     state.position[slots] += inputs.tokens - whole
     if whole < inputs.tokens:
         rest = inputs.slice(whole, inputs.tokens)
@@ -128,8 +134,9 @@ def prefill(state: DecodeState, inputs: TokenInputs, slots: Tensor | None = None
     )
     exact.renew_(folded(state, slots))
     out = scan(exact, inputs)
-    state.position[slots] += inputs.tokens
-    state.renew_(folded(exact), slots)
+    with _moving(state, slots):
+        state.position[slots] += inputs.tokens
+        state.renew_(folded(exact), slots)
     if live is None:
         return out
     y[live] = out
@@ -138,7 +145,8 @@ def prefill(state: DecodeState, inputs: TokenInputs, slots: Tensor | None = None
 
 def folded(state: DecodeState, slots: Tensor | None = None) -> Tensor:
     """The states [n, H, V, K] float32 with their rings folded in; nothing is changed."""
-    index = torch.arange(state.slots, device=state.cursor.device) if slots is None else slots
+    index = state.index(slots, repeats=True)
+    _check_cursors(state, index)
     checkpoint = state.checkpoint[index].decode()
     if not bool(state.cursor[index].any()):
         return checkpoint
@@ -148,18 +156,38 @@ def folded(state: DecodeState, slots: Tensor | None = None) -> Tensor:
 
 def _live_rows(state: DecodeState, inputs: TokenInputs, slots: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Slots of the rows that are not padding, and the mask of these rows where some are."""
-    if slots is None:
-        if inputs.rows != state.slots:
-            raise InvalidValueError(f"{inputs.rows} rows of input for {state.slots} slots; pass the slot of each row")
-        return torch.arange(state.slots, device=state.cursor.device), None
-    slots = slots.to(torch.int64)
-    if slots.shape != (inputs.rows,) or bool(((slots < PADDING) | (slots >= state.slots)).any()):
-        raise InvalidValueError(f"slots {slots.tolist()} for {inputs.rows} rows; each must be −1 to {state.slots - 1}")
+    inputs.check(state.spec)
+    everything = slots is None
+    slots = state.index(slots, padding=True)
+    if len(slots) != inputs.rows:
+        raise InvalidValueError(f"{inputs.rows} rows of input for {len(slots)} slots; pass the slot of each row")
     live = slots != PADDING
-    chosen = slots[live]
-    if chosen.unique().numel() != chosen.numel():
-        raise InvalidValueError(f"slots {slots.tolist()} name one slot twice; two rows can't share a state")
-    return (slots, None) if bool(live.all()) else (chosen, live)
+    chosen = slots if everything or bool(live.all()) else slots[live]
+    _check_cursors(state, chosen)
+    return chosen, None if chosen is slots else live
+
+
+def _check_cursors(state: DecodeState, slots: Tensor) -> None:
+    """Raise InvalidValueError for a count that stepping never leaves: rows outside the ring would be hit."""
+    cursor, window = state.cursor[slots], state.policy.window
+    wrong = (cursor < 0) | (cursor >= window)
+    if bool(wrong.any()):
+        i = int(wrong.nonzero()[0])
+        raise InvalidValueError(
+            f"slot {int(slots[i])} of layer {state.layer!r} says that its ring holds {int(cursor[i])} tokens; between "
+            f"steps a ring of {window} holds 0 to {window - 1}, so something else wrote into this state"
+        )
+
+
+@contextmanager
+def _moving(state: DecodeState, slots: Tensor) -> Iterator[None]:
+    """Positions change inside, and go back where the body raises: it has then changed nothing else."""
+    before = state.position[slots]
+    try:
+        yield
+    except BaseException:
+        state.position[slots] = before
+        raise
 
 
 def _append(state: DecodeState, inputs: TokenInputs, slots: Tensor, row: Tensor) -> None:

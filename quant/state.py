@@ -16,6 +16,8 @@ from .spec import LayerSpec
 PADDING = -1
 """The slot index of a padded row of a batch: it is neither read nor written."""
 
+_INDEX_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 @dataclass
 class DecodeState:
@@ -55,10 +57,15 @@ class DecodeState:
     ) -> DecodeState:
         """Empty states for ``slots`` sequences; ``dtype`` is that of the ring's keys and values.
 
-        Raises InvalidValueError where Mamba-2 comes without its decay rate.
+        Raises InvalidValueError where Mamba-2 comes without its decay rate, one number per head.
         """
-        if spec.rules.gain_sets_decay and decay_rate is None:
-            raise InvalidValueError(f"layer {layer!r}: a {spec.rules.title} state needs decay_rate, A per head")
+        if slots < 0:
+            raise InvalidValueError(f"layer {layer!r}: {slots} slots; a state has 0 or more")
+        if spec.rules.gain_sets_decay and (decay_rate is None or decay_rate.shape != (spec.heads,)):
+            given = "none" if decay_rate is None else f"shape {list(decay_rate.shape)}"
+            raise InvalidValueError(
+                f"layer {layer!r}: a {spec.rules.title} state needs decay_rate, A per head [{spec.heads}], not {given}"
+            )
         heads, window = spec.heads, policy.window
         zeros = torch.zeros(slots, heads, spec.value_dim, spec.key_dim, device=device)
         ring = {
@@ -90,14 +97,39 @@ class DecodeState:
         """What outputs read: the copy, or the checkpoint where there is none."""
         return self.checkpoint if self.copy is None else self.copy
 
+    def index(self, slots: Tensor | None, *, padding: bool = False, repeats: bool = False) -> Tensor:
+        """``slots`` [n] as int64 on the state's device; all of them by default.
+
+        Raises InvalidValueError for anything that is no whole number from 0 (−1 with ``padding``) to the last slot,
+        and for a slot named twice unless ``repeats``: indexing itself would take −1 for the last slot.
+        """
+        device = self.cursor.device
+        if slots is None:
+            return torch.arange(self.slots, device=device)
+        if slots.dim() != 1 or slots.dtype not in _INDEX_TYPES:
+            raise InvalidValueError(
+                f"slots are whole numbers [n], int64 or smaller, not {slots.dtype} {list(slots.shape)}"
+            )
+        slots = slots.to(device, torch.int64)
+        least = PADDING if padding else 0
+        if bool(((slots < least) | (slots >= self.slots)).any()):
+            raise InvalidValueError(f"slots {_brief(slots)}: each must be {least} to {self.slots - 1}")
+        named = slots[slots != PADDING] if padding else slots
+        if not repeats and named.unique().numel() != named.numel():
+            raise InvalidValueError(f"slots {_brief(slots)} name one slot twice; two rows can't share a state")
+        return slots
+
     def renew_(self, state: Tensor, slots: Tensor | None = None) -> None:
         """Make ``state`` [n, H, V, K] float32 the checkpoint of ``slots`` (all by default).
 
         The copy is encoded from what the checkpoint then holds, and the ring emptied.
         Raises NonFiniteStateError naming layer, slot and head, before anything is written.
         """
-        index = torch.arange(self.slots, device=state.device) if slots is None else slots
-        self._check_finite(state, index)
+        index = self.index(slots)
+        wanted = (len(index), self.spec.heads, self.spec.value_dim, self.spec.key_dim)
+        if state.shape != wanted:
+            raise InvalidValueError(f"the states of {len(index)} slots are {list(wanted)}, not {list(state.shape)}")
+        self.check_finite(state, index)
         policy = self.policy
         seeds = self.rounding_seeds(self.position[index]) if policy.stochastic else None
         checkpoint = encode(state, *policy.how(policy.checkpoint), seeds=seeds, check_finite=False)
@@ -112,7 +144,8 @@ class DecodeState:
         heads = torch.arange(self.spec.heads, device=position.device)
         return derive_seeds(self.policy.seed, self.layer, position[:, None], heads)
 
-    def _check_finite(self, state: Tensor, slots: Tensor) -> None:
+    def check_finite(self, state: Tensor, slots: Tensor) -> None:
+        """Raise NonFiniteStateError naming layer, slot and head where ``state`` [n, H, V, K] holds Inf or NaN."""
         finite = torch.isfinite(state.sum(dim=(-1, -2), dtype=torch.float64))
         if bool(finite.all()):
             return
@@ -124,7 +157,7 @@ class DecodeState:
 
     def reset_(self, slots: Tensor | None = None) -> None:
         """Forget the sequences in ``slots`` (all by default): checkpoint, copy, ring, cursor and position."""
-        index = torch.arange(self.slots, device=self.cursor.device) if slots is None else slots
+        index = self.index(slots)
         self.position[index] = 0
         for rows in self.ring.values():
             rows[index] = 0
@@ -133,6 +166,7 @@ class DecodeState:
 
     def select(self, index: Tensor) -> DecodeState:
         """A new state whose slots are those at ``index`` [n], repeats allowed: beams, or a smaller batch."""
+        index = self.index(index, repeats=True)
         return self._map(lambda t: t[index], lambda e: e[index])
 
     def to(self, device: torch.device | str) -> DecodeState:
@@ -169,3 +203,8 @@ class DecodeState:
             "ring": ring,
         }
         return parts | {"total": sum(parts.values())}
+
+
+def _brief(slots: Tensor) -> str:
+    """The first few of ``slots``, for a message."""
+    return f"[{', '.join(map(str, slots[:8].tolist()))}{', …' if len(slots) > 8 else ''}]"

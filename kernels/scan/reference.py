@@ -73,6 +73,8 @@ def _piece(
         )
         if rounds:
             starts[i + 1] = _rounded(state, ends[i], position + (i + 1) * length)
+    if rounds:  # low precision may saturate Inf: then what is folded later looks well
+        _check_ends(state, ends, slots, position, length)
     state.position[slots] = position + inputs.tokens
     flushed = window.q[..., -1:, :] @ ends.mT
     if length == 1:
@@ -102,3 +104,12 @@ def _rounded(state: DecodeState, ended: Tensor, position: Tensor) -> Tensor:
     policy = state.policy
     seeds = state.rounding_seeds(position) if policy.stochastic else None
     return fake_quantize(ended, *policy.how(policy.checkpoint), seeds=seeds, check_finite=False)
+
+
+def _check_ends(state: DecodeState, ends: Tensor, slots: Tensor, position: Tensor, length: int) -> None:
+    """Raise NonFiniteStateError where a folded state [windows, B, H, V, K] holds Inf or NaN."""
+    if bool(torch.isfinite(ends.sum(dtype=torch.float64))):
+        return
+    for i, ended in enumerate(ends):
+        state.position[slots] = position + (i + 1) * length
+        state.check_finite(ended, slots)
