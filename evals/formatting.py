@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 
 _TIMES = "\u00a0×\u00a0"  # no line break before or after
@@ -10,6 +11,16 @@ _PLAIN = range(-2, 3)
 """Powers of ten that are written out: 0.0107, 0.107, 3.71, 17.3, 409."""
 
 _RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Control characters but tab and newline, halves of surrogate pairs (of file names that are no UTF-8), and marks that
+reverse the text after them."""
+
+
+def printable(text: str) -> str:
+    """``text`` with what a terminal or a page would obey, and not show, spelled out: \\x1b, \\u202e."""
+    return _UNSEEN.sub(lambda m: m.group().encode("unicode_escape").decode("ascii"), text)
 
 
 def power(exponent: int) -> str:

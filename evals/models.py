@@ -39,22 +39,42 @@ def resolve_device(device: str) -> torch.device:
 
 
 def load_model(name: str, *, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False) -> LoadedModel:
-    """Load ``name`` for inference. Raises InvalidValueError where there is no such model, or it can't be loaded."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """Load ``name`` for inference. Raises InvalidValueError where there is no such model, or it can't be loaded.
+
+    Nothing that lies in the model's directory or repository is executed, and nothing that it names is fetched to be
+    executed, unless ``trust_remote_code``; weights are safetensors, or pickles that torch reads as weights alone.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     where = resolve_device(device)
     source = _resolve_source(name)
     kind: Any = DTYPES[dtype] if dtype != "auto" else (torch.float32 if where.type == "cpu" else "auto")
     try:
+        if not trust_remote_code:
+            _refuse_kernels(AutoConfig.from_pretrained(source, trust_remote_code=False), name)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=kind, trust_remote_code=trust_remote_code)
     except QuantizeStateError:
         raise
     except Exception as error:  # transformers raises many kinds; all mean that this name gives no model
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "trust_remote_code" in str(error) and not trust_remote_code:
+            reason = "it brings code of its own, which runs with --trust-remote-code (trust_remote_code=True) alone"
         raise InvalidValueError(f"can't load the model {name!r} from {source}: {reason}") from error
     model.to(where).eval().requires_grad_(False)
     return LoadedModel(name, model, tokenizer, weights_sha256(model, source))
+
+
+def _refuse_kernels(config: Any, name: str) -> None:
+    """Raise InvalidValueError where a configuration names a repository of kernels for transformers to fetch and run."""
+    for key, value in vars(config).items():
+        if hasattr(value, "to_dict"):
+            _refuse_kernels(value, name)
+        elif "implementation" in key and "/" in str(value):
+            raise InvalidValueError(
+                f"the model {name!r} names {value!r} as its {key.strip('_').removesuffix('_internal')}, which would be fetched and run; "
+                "take that line out of its config.json, or allow it with --trust-remote-code (trust_remote_code=True)"
+            )
 
 
 def _resolve_source(name: str) -> str:

@@ -134,7 +134,8 @@ def write_atomic(path: Path, text: str, *, overwrite: bool) -> None:
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "x", encoding="utf-8", newline="\n") as stream:
+        # a file name that is no UTF-8 comes as half a surrogate pair, whose escape is JSON for the same
+        with open(temporary, "x", encoding="utf-8", errors="backslashreplace", newline="\n") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())

@@ -82,7 +82,7 @@ def _as_list(results: Result | Sequence[Result]) -> list[Result]:
     several = [results] if isinstance(results, Result) else list(results)
     if not several:
         raise InvalidValueError("no result to report")
-    return several
+    return [result.printable() for result in several]
 
 
 def _safe(plot: Any) -> dict[str, Markup]:

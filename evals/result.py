@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from ..quant.errors import FileFormatError, unknown_name
-from .records import dump, load, write_atomic
+from .formatting import printable
+from .records import dump, from_plain, load, to_plain, write_atomic
 
 SCHEMA: Final = "quantize-state/result/1"
 ARM_SCHEMA: Final = "quantize-state/arm/1"
@@ -235,6 +236,10 @@ class Result:
     def to_json(self) -> str:
         return dump(self)
 
+    def printable(self) -> Result:
+        """The same result to be shown: control characters in its names and texts spelled out (\\x1b)."""
+        return from_plain(Result, _printable(to_plain(self)))
+
     def write(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Write atomically; an existing file is replaced only with ``overwrite``."""
         write_atomic(Path(path), self.to_json(), overwrite=overwrite)
@@ -266,3 +271,11 @@ class StoredArm:
     @classmethod
     def read(cls, path: Path) -> StoredArm:
         return load(cls, path, ARM_SCHEMA)
+
+
+def _printable(plain: Any) -> Any:
+    if isinstance(plain, str):
+        return printable(plain)
+    if isinstance(plain, dict):
+        return {printable(key): _printable(value) for key, value in plain.items()}
+    return [_printable(item) for item in plain] if isinstance(plain, list) else plain

@@ -40,6 +40,7 @@ def print_table(result: Result) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    result = result.printable()
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
     table.add_column("arm", no_wrap=True)
     for column in ("KL (95 %), nats/token", "p99.9", "max", "top-1", "ppl ratio", "B resident", "B moved"):
@@ -70,7 +71,7 @@ def print_table(result: Result) -> None:
 
 def markdown_table(paths: Sequence[str | Path]) -> str:
     """The results as one Markdown table by model and arm, with the conditions that they were measured under."""
-    results = [Result.read(path) for path in paths]
+    results = [Result.read(path).printable() for path in paths]
     if not results:
         raise InvalidValueError("no result.json given")
     lines = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 
 from .. import __version__
+from ..evals.formatting import printable
 from ..quant.errors import QuantizeStateError
 
 COMMANDS = ("eval", "generate", "report", "ls", "doctor", "compile", "bench", "selftest")
@@ -41,12 +43,15 @@ def limit_spinning() -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run a command line. Exit codes: 0 done, 1 a check failed, 2 an error that the message explains."""
     limit_spinning()
+    for stream in (sys.stdout, sys.stderr):  # a name that can't be written is better escaped than a crash
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     parser = build_parser()
     args = parser.parse_args(argv)
     try:
         return int(args.run(args) or 0)
     except QuantizeStateError as error:
-        print(f"quantize-state {args.command}: {error}", file=sys.stderr)
+        print(f"quantize-state {args.command}: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"quantize-state {args.command}: interrupted; what was finished is kept", file=sys.stderr)
