@@ -157,7 +157,7 @@ def _digest(described: str, tensors: Mapping[str, Tensor]) -> str:
     for key in sorted(tensors):
         t = tensors[key]
         digest.update(f"\n{key} {t.dtype} {list(t.shape)}\n".encode())
-        digest.update(memoryview(t.reshape(-1).view(torch.uint8).numpy()))
+        digest.update(t.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

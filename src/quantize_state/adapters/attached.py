@@ -88,6 +88,7 @@ class Attached:
                 leave = layer.module.register_forward_hook(LeaveHook(attached), always_call=True)
                 undo.callback(leave.remove)
             self._undo = undo.pop_all()
+        self._live = True
 
     @property
     def policies(self) -> dict[str, StatePolicy | None]:
@@ -118,13 +119,21 @@ class Attached:
 
     def detach(self) -> None:
         """Give live caches plain tensors and restore the model; does nothing the second time."""
+        self._live = False
         with lock, self._undo:
             for home in list(self.homes):
                 self._undo.callback(to_plain, home)
             self.homes.clear()
 
     def __enter__(self) -> Attached:
+        if not self._live:
+            raise QuantizeStateError("this handle was detached and does nothing any more; attach the model again")
         return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise QuantizeStateError(
+            "a handle stands for its model in this process, so it can't be copied or pickled; attach the copied model"
+        )
 
     def __exit__(self, *_: object) -> None:
         self.detach()
