@@ -71,8 +71,9 @@ def _refuse_kernels(config: Any, name: str) -> None:
         if hasattr(value, "to_dict"):
             _refuse_kernels(value, name)
         elif "implementation" in key and "/" in str(value):
+            key = key.strip("_").removesuffix("_internal")
             raise InvalidValueError(
-                f"the model {name!r} names {value!r} as its {key.strip('_').removesuffix('_internal')}, which would be fetched and run; "
+                f"the model {name!r} names {value!r} as its {key}, which would be fetched and run; "
                 "take that line out of its config.json, or allow it with --trust-remote-code (trust_remote_code=True)"
             )
 

@@ -54,7 +54,8 @@ def test_threads_that_share_one_attached_model(model):
 
 
 def test_a_model_goes_on_after_an_exception_inside_generate(model):
-    options = dict(attention_mask=torch.ones_like(IDS[:, :9]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    options = {"attention_mask": torch.ones_like(IDS[:, :9]), "max_new_tokens": 12, "do_sample": False}
+    options["pad_token_id"] = 0
 
     def fails(layer, inputs, y, state):
         if int(state.position[0]) == 14 and layer.index == 1:
