@@ -1,11 +1,12 @@
 # make demo   set up, then run the main job on an embedded model
 # make test   set up, then run the tests
+# make notebooks   set up, then execute every notebook; make docs   the API reference, into build/docs
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SPEED := $(wildcard results/speed/speed-*.json)
 
-.PHONY: setup demo test check report clean
+.PHONY: setup demo test check report notebooks docs clean
 
 setup: $(VENV)/.installed
 
@@ -26,6 +27,12 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+notebooks: setup
+	$(BIN)/jupyter execute --timeout=600 notebooks/*.ipynb
+
+docs: setup
+	$(BIN)/python docs/reference.py build/docs
 
 report: setup
 	$(BIN)/python -m quantize_state.evals.table results/accuracy/*.json --readme README.md
