@@ -83,7 +83,7 @@ def _replay(spec: LayerSpec, policy: StatePolicy, device: torch.device, seed: in
     inputs = random_tokens(spec, len(rows), seed=seed + 7, device=device)
     expected = reference_step(clone, inputs, slots)
     w = sequence.Workspace.allocate(state, len(rows))
-    for t in (w.theta, w.gain, w.c, w.mix):
+    for t in (w.theta, w.gain, w.c, w.start):
         t.fill_(float("nan"))
     out = torch.full_like(expected, float("nan"))
     sequence.step(state, inputs, slots, workspace=w, out=out)

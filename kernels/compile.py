@@ -90,7 +90,8 @@ def cases(quick: bool, shapes: Sequence[str] = (), arms: Sequence[str] = ()) -> 
 
 def record(spec: LayerSpec, policy: StatePolicy, target: Target) -> list[Call]:
     """The launches of one step of two rows by replay and of one by the standard kernel, of a verification of four
-    tokens, and of a scan of 64, as ``target`` would get them: BF16 activations, FP32 gates. A policy that the step has no kernels for gives those of the scan alone."""
+    tokens, and of a scan of 64, as ``target`` would get them: BF16 activations, FP32 gates. A policy that the step has
+    no kernels for gives those of the scan alone."""
     steps = sequence.unsupported_layer(spec, policy)
     if reason := steps and scan.unsupported_layer(spec, policy):
         raise InvalidValueError(f"no kernels for {policy.name}: {reason}")

@@ -100,4 +100,4 @@ def fake_quantize(b_x, b_top, b_random, FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.
     b_y = bits_float(float_bits(b_y) | (float_bits(b_x) & SIGN))
     if FORMAT == "int8":
         b_y = b_y + 0.0  # has no −0
-    return tl.where(b_x == b_x, b_y, b_x)
+    return tl.where(b_a < float("inf"), b_y, b_x)  # what is not finite stays so, and is found at the end

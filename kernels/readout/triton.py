@@ -45,13 +45,13 @@ def readout_kernel(
     SHARED: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr,
     SKIP: tl.constexpr, GATE: tl.constexpr, SOME: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H · V tiles, B). LP: L padded to a power of two; SHARED: heads that share one Θ (Mamba-2's groups)."""
-    i_b = tl.program_id(1)
+    """Grid (B · H · V tiles). LP: L padded to a power of two; SHARED: heads that share one Θ (Mamba-2's groups)."""
+    o_tiles = tl.cdiv(V, R)
+    i_b = tl.program_id(0) // (H * o_tiles)
     i_used = tl.load(p_used + i_b)
     if i_used <= 0:
         return
-    o_tiles = tl.cdiv(V, R)
-    i_h = tl.program_id(0) // o_tiles
+    i_h = (tl.program_id(0) // o_tiles) % H
     i_slot = tl.load(p_slots + i_b).to(tl.int64)
     o_v = (tl.program_id(0) % o_tiles) * R + tl.arange(0, R)
     m_v = o_v < V
@@ -151,7 +151,7 @@ def readout(
     isa = isa_of(out.device)
     launch = find_launch("readout", source.format, value_dim, key_dim, isa, batch)
     x, d = skip if skip is not None else (out, gain)
-    grid = (heads * triton.cdiv(value_dim, launch.rows), batch)
+    grid = (batch * heads * triton.cdiv(value_dim, launch.rows),)
     run(
         readout_kernel, grid, launch,
         views.codes, views.row, views.block, views.total, ring_v,
