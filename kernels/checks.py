@@ -224,7 +224,7 @@ def check_graph(spec: LayerSpec, policy: StatePolicy, device: torch.device) -> l
     inputs = random_tokens(spec, 4, seed=1, device=device)
     shape = (4, 1, spec.heads, spec.value_dim)
     outs = [torch.zeros(shape, device=device) for _ in range(2)]
-    spaces = [sequence.Workspace.allocate(eager, 4) for _ in range(2)]
+    spaces = [sequence.Workspace.allocate(state, 4) for state in (eager, captured)]
     sequence.step(eager.clone(), inputs, slots, workspace=spaces[1], out=outs[1])  # compiled before it is captured
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

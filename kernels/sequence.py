@@ -70,7 +70,10 @@ class Workspace:
 
     @classmethod
     def allocate(cls, state: DecodeState, batch: int, *, tokens: int = 1, half: bool | None = None) -> Workspace:
-        """``half``: Θ in float16, the default for 4-bit reads; for them alone."""
+        """Also makes ``state`` ready for the kernels. ``half``: Θ in float16, the default for 4-bit reads; for them
+        alone."""
+        if state.spec.rules.delta_rule:
+            mixing_of(state)
         spec, window, device = state.spec, state.policy.window, state.cursor.device
         four_bit = FORMATS[state.read_source.format].bits == 4
         half = four_bit if half is None else half
@@ -189,6 +192,11 @@ def _prepared(
 def mixing_of(state: DecodeState) -> Tensor:
     """The rows of M of the tokens in the rings: made from the rings when the kernels first meet a state, then kept."""
     if state.mix is None:
+        if state.cursor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise InvalidValueError(
+                f"the state of layer {state.layer!r} meets the kernels for the first time while a graph is captured; "
+                "allocate its Workspace, or step once, before that"
+            )
         length = state.policy.window
         state.mix = torch.zeros(state.slots, state.spec.heads, length, length, device=state.cursor.device)
         renew_mix(state, torch.arange(state.slots, device=state.cursor.device), state.cursor.long())

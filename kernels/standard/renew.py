@@ -30,7 +30,7 @@ def renew_kernel(
         return
     i_h = tl.program_id(0)
     p_s = p_state + i_slot * s_state + i_h * (V * K) + tl.arange(0, K)[None, :]
-    b_top = tl.zeros([1, 1], tl.float32)
+    b_top = 0.0
     if FORMAT == "nvfp4":
         for i_t in range((V + R - 1) // R):
             o_v = i_t * R + tl.arange(0, R)
