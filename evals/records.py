@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import errno
 import hashlib
 import json
 import math
-import os
-import secrets
 import types
 import typing
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..quant.errors import FileFormatError, QuantizeStateError
+from ..quant.files import replacing
 
 Record = TypeVar("Record")
 
@@ -132,37 +130,11 @@ def write_atomic(path: Path, text: str, *, overwrite: bool) -> None:
     Raises QuantizeStateError where ``path`` exists and ``overwrite`` is False, or the disk is full or not writable;
     the old file is then as it was, and no half-written file is left.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        # a file name that is no UTF-8 comes as half a surrogate pair, whose escape is JSON for the same
-        with open(temporary, "x", encoding="utf-8", errors="backslashreplace", newline="\n") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        if overwrite:
-            os.replace(temporary, path)
-        else:
-            _name_once(temporary, path)
-        _sync_folder(path.parent)
-    except FileExistsError:
-        raise QuantizeStateError(f"{path} exists and is never overwritten; choose another place") from None
-    except OSError as error:
-        kept = "the old file is unchanged" if path.exists() else "nothing was written"
-        raise QuantizeStateError(f"can't write {path}: {error.strerror or error}; {kept}") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _name_once(temporary: Path, path: Path) -> None:
-    """Give the finished file its name unless the name is taken, also by a process that came in between."""
-    try:
-        os.link(temporary, path)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        if path.exists():  # a file system without hard links
-            raise FileExistsError(path) from None
-        os.replace(temporary, path)
+    # a file name that is no UTF-8 comes as half a surrogate pair, whose escape is JSON for the same
+    kind: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "newline": "
+"}
+    with replacing(path, overwrite=overwrite) as temporary, open(temporary, "x", **kind) as out:
+        out.write(text)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -229,11 +201,3 @@ def _shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False) if not isinstance(value, dict | list) else _WORDS[type(value)]
     return text if len(text) <= 60 else text[:57] + "…"
 
-
-def _sync_folder(folder: Path) -> None:
-    if hasattr(os, "O_DIRECTORY"):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

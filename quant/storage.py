@@ -6,9 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
-import secrets
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from .codec import EncodedState
 from .errors import FileFormatError, InvalidValueError, QuantizeStateError
+from .files import replacing
 from .policy import StatePolicy
 from .spec import LayerSpec
 from .state import DecodeState
@@ -32,7 +31,6 @@ def save_states(states: Mapping[str, DecodeState], path: str | os.PathLike[str])
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    target = Path(path)
     tensors: dict[str, Tensor] = {}
     layers: dict[str, Any] = {}
     for name, state in states.items():
@@ -49,17 +47,11 @@ def save_states(states: Mapping[str, DecodeState], path: str | os.PathLike[str])
         }
     described = json.dumps(layers)
     metadata = {"schema": SCHEMA, "layers": described, "sha256": _digest(described, tensors)}
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        save_file(tensors, temporary, metadata)
-        _sync(temporary)
-        os.replace(temporary, target)
-    except (OSError, SafetensorError) as error:
-        kept = "the old file is unchanged" if target.exists() else "nothing was written"
-        raise QuantizeStateError(f"can't write {target}: {error}; {kept}") from error
-    finally:
-        if temporary.exists():
-            temporary.unlink()
+    with replacing(path, overwrite=True) as temporary:
+        try:
+            save_file(tensors, temporary, metadata)
+        except SafetensorError as error:
+            raise QuantizeStateError(f"can't write {path}: {error}") from error
 
 
 def load_states(path: str | os.PathLike[str], device: str = "cpu") -> dict[str, DecodeState]:
@@ -159,11 +151,3 @@ def _digest(described: str, tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"\n{key} {t.dtype} {list(t.shape)}\n".encode())
         digest.update(t.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -191,7 +191,7 @@ def test_a_failure_in_the_middle_leaves_the_old_file(result, file, monkeypatch, 
     def fail(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(records.os, step, fail)
+    monkeypatch.setattr(os, step, fail)
     with pytest.raises(QuantizeStateError, match="No space left on device; the old file is unchanged"):
         dataclasses.replace(result, status="partial").write(file, overwrite=True)
     monkeypatch.undo()
@@ -234,7 +234,7 @@ def test_a_process_killed_while_writing(file):
         import os, signal, sys
         from pathlib import Path
         from quantize_state.evals import records
-        records.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         records.write_atomic(Path(sys.argv[1]), "new", overwrite=True)
         """,
         str(file),
