@@ -131,8 +131,7 @@ def write_atomic(path: Path, text: str, *, overwrite: bool) -> None:
     the old file is then as it was, and no half-written file is left.
     """
     # a file name that is no UTF-8 comes as half a surrogate pair, whose escape is JSON for the same
-    kind: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "newline": "
-"}
+    kind: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "newline": "\n"}
     with replacing(path, overwrite=overwrite) as temporary, open(temporary, "x", **kind) as out:
         out.write(text)
 
@@ -200,4 +199,3 @@ def _at(where: str) -> str:
 def _shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False) if not isinstance(value, dict | list) else _WORDS[type(value)]
     return text if len(text) <= 60 else text[:57] + "…"
-

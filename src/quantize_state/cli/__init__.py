@@ -12,7 +12,19 @@ from .. import __version__
 from ..evals.formatting import printable
 from ..quant.errors import QuantizeStateError
 
-COMMANDS = ("eval", "generate", "report", "ls", "doctor", "compile", "bench", "selftest")
+COMMANDS = (
+    "eval",
+    "generate",
+    "report",
+    "ls",
+    "doctor",
+    "compile",
+    "bench",
+    "selftest",
+    "capture",
+    "convert",
+    "inspect",
+)
 """Each is a module here with ``add_parser(subparsers)`` and ``run(args) -> exit code``."""
 
 
