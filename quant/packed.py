@@ -175,10 +175,10 @@ def pack(
         for name in kept:
             _copy(source, name, name, writer, tally)
         for name, entry in entries.items():
-            for rows, part in _parts(source, entry.tensor, len(entry.shape) > 2):
-                for key, tensor in _encode(name, rows, _as_vk_tensor(part, layout), entry.how).items():
+            for rows, dense in _parts(source, entry.tensor, len(entry.shape) > 2):
+                for key, tensor in _encode(name, rows, _as_vk_tensor(dense, layout), entry.how).items():
                     writer.append(f"{name}.{key}", tensor)
-                tally.add(part.numel() * part.element_size())
+                tally.add(dense.numel() * dense.element_size())
     return _summary(entries, kept, source.slots, slots)
 
 

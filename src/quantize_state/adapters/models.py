@@ -28,7 +28,9 @@ class SsmLayer:
     @property
     def namespace(self) -> dict[str, Any]:
         """The globals in which the layer's forward looks its functions up: those of its modeling module."""
-        return _forward(type(self.module)).__globals__
+        found = _recurrence(type(self.module))
+        assert found is not None
+        return found[1].__globals__
 
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
@@ -89,11 +91,21 @@ def _forward(kind: Any) -> Any:
 
 
 def _family(kind: Any) -> HFFamily | None:
-    forward = _forward(kind)
-    code = getattr(forward, "__code__", None)
-    if code is None:
-        return None
-    for family in HF_FAMILIES:
-        if family.required <= set(code.co_names) and family.required <= set(forward.__globals__):
-            return family
+    found = _recurrence(kind)
+    return None if found is None else found[0]
+
+
+def _recurrence(kind: type) -> tuple[HFFamily, Any] | None:
+    """The family of a layer's class, and the forward that uses its functions.
+
+    That may be a base class's: quantisation toolkits put a subclass with a forward around it in front.
+    """
+    for base in kind.__mro__:
+        forward = inspect.unwrap(base.__dict__["forward"]) if "forward" in base.__dict__ else None
+        code = getattr(forward, "__code__", None)
+        if forward is None or code is None:
+            continue
+        for family in HF_FAMILIES:
+            if family.required <= set(code.co_names) and family.required <= set(forward.__globals__):
+                return family, forward
     return None
