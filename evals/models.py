@@ -47,7 +47,7 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto", trust_re
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     where = resolve_device(device)
-    source = _resolve_source(name)
+    source = resolve_source(name)
     kind: Any = DTYPES[dtype] if dtype != "auto" else (torch.float32 if where.type == "cpu" else "auto")
     try:
         if not trust_remote_code:
@@ -78,7 +78,29 @@ def _refuse_kernels(config: Any, name: str) -> None:
             )
 
 
-def _resolve_source(name: str) -> str:
+def meta_model(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The model of ``name``'s config without weights, on the meta device; ``name`` may be a config.json too.
+
+    Raises InvalidValueError where there is no such model or config, or it can't be built.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    source = str(Path(name).parent) if Path(name).name == "config.json" else resolve_source(name)
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
+        if not trust_remote_code:
+            _refuse_kernels(config, name)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).eval()
+    except QuantizeStateError:
+        raise
+    except Exception as error:  # as for load_model
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InvalidValueError(f"can't build the model of {name!r} from its config: {reason}") from error
+
+
+def resolve_source(name: str) -> str:
+    """Where a model lies: the directory of an embedded one, a directory as it is, or a hub id."""
     if name in EMBEDDED:
         return str(embedded_path(name))
     path = Path(name)

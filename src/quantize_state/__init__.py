@@ -14,6 +14,8 @@ __version__ = "0.1.0"
 _PUBLIC = {
     # a model with quantised states, and what that does to it
     "attach": "adapters",
+    "export_recipe": "adapters",
+    "resolve_recipe": "adapters",
     "StatePolicy": "quant.policy",
     "parse_arm": "quant.policy",
     "Recipe": "quant.recipe",
@@ -48,7 +50,7 @@ _PUBLIC = {
 __all__ = ["__version__", *_PUBLIC]
 
 if TYPE_CHECKING:
-    from .adapters import attach
+    from .adapters import attach, export_recipe, resolve_recipe
     from .evals.evaluate import evaluate
     from .evals.models import load_model
     from .evals.report import write_reports

@@ -6,6 +6,7 @@ each has its own policy and other models of the same class are untouched. No mod
 """
 
 from .attached import Attached, attach
+from .auto import export_recipe, required_recipe, resolve_recipe
 from .layer import AttachedLayer
 from .models import SsmLayer, cache_argument, find_layers, supported_model_types
 
@@ -15,6 +16,9 @@ __all__ = [
     "SsmLayer",
     "attach",
     "cache_argument",
+    "export_recipe",
     "find_layers",
+    "required_recipe",
+    "resolve_recipe",
     "supported_model_types",
 ]

@@ -14,6 +14,7 @@ from ..quant.policy import StatePolicy
 from ..quant.recipe import Recipe
 from ..quant.state import DecodeState
 from . import assisted
+from .auto import required_recipe
 from .cached import CachedState, Homes, to_plain
 from .layer import AttachedLayer, Observer
 from .models import find_layers, other_layers
@@ -27,9 +28,9 @@ _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def attach(model: nn.Module, policy: Policy, *, teacher_forced: bool = False) -> Attached:
     """Keep the recurrent states of ``model`` as ``policy`` says, until the returned handle's context is left.
 
-    ``policy`` is one StatePolicy or arm name for all layers, or a Recipe (also as the mapping that a YAML recipe
-    holds). It is consulted when a state is created; afterwards the state carries it. None leaves new states to
-    transformers' own functions.
+    ``policy`` is one StatePolicy or arm name for all layers, a Recipe (also as the mapping that a YAML recipe
+    holds), or ``"auto"``: the recipe that the model brings along (``resolve_recipe``). It is consulted when a state is
+    created; afterwards the state carries it. None leaves new states to transformers' own functions.
 
     - Several tokens at once are a prompt, or more of one: exact FP32 outputs, then the copy is renewed.
     - One token with a state is a decode step.
@@ -60,7 +61,7 @@ class Attached:
 
     def __init__(self, model: nn.Module, policy: Policy, *, teacher_forced: bool = False) -> None:
         found = find_layers(model)
-        policies = _policies(policy, [layer.name for layer in found])
+        policies = _policies(policy, model, [layer.name for layer in found])
         self.model = model
         self.teacher_forced = teacher_forced
         self.observer: Observer | None = None
@@ -97,7 +98,7 @@ class Attached:
 
     def use(self, policy: Policy) -> None:
         """Give new states another policy or recipe; existing ones keep what they have."""
-        policies = _policies(policy, [layer.name for layer in self.layers])
+        policies = _policies(policy, self.model, [layer.name for layer in self.layers])
         for layer, own in zip(self.layers, policies, strict=True):
             layer.policy = own
 
@@ -143,5 +144,7 @@ class Attached:
         return f"Attached({len(self.layers)} {self.layers[0].family} layers, policy {policies}; others: {self.others})"
 
 
-def _policies(policy: Policy, names: list[str]) -> list[StatePolicy] | list[None]:
-    return [None] * len(names) if policy is None else Recipe.of(policy).for_layers(names)
+def _policies(policy: Policy, model: nn.Module, names: list[str]) -> list[StatePolicy] | list[None]:
+    if policy is None:
+        return [None] * len(names)
+    return Recipe.of(required_recipe(model) if policy == "auto" else policy).for_layers(names)

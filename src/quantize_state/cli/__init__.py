@@ -24,8 +24,10 @@ COMMANDS = (
     "capture",
     "convert",
     "inspect",
+    "export-recipe",
+    "export-flags",
 )
-"""Each is a module here with ``add_parser(subparsers)`` and ``run(args) -> exit code``."""
+"""Each is a module here (an underscore for a hyphen) with ``add_parser(subparsers)`` and ``run(args) -> exit code``."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -37,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"quantize-state {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name in COMMANDS:
-        module = importlib.import_module(f".{name}", __name__)
+        module = importlib.import_module(f".{name.replace('-', '_')}", __name__)
         module.add_parser(subparsers)
     return parser
 

@@ -16,7 +16,9 @@ def add_parser(subparsers) -> None:
     add_model_options(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--policy", default="decoupled-nvfp4", metavar="ARM", help="an arm name (default: decoupled-nvfp4)"
+        "--policy",
+        metavar="ARM",
+        help="an arm name, or auto: the recipe in the model's directory (default: that, or else decoupled-nvfp4)",
     )
     which.add_argument("--recipe", metavar="FILE", help="a YAML recipe: a policy per layer")
     parser.add_argument("--prompt", required=True, help="the text to continue; - reads it from standard input")
@@ -50,7 +52,11 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidValueError("--draft-tokens needs --assistant, ngram or a model")
     if args.draft_tokens is not None and args.draft_tokens < 1:
         raise InvalidValueError(f"--draft-tokens is {args.draft_tokens}; it must be 1 or more")
-    policy = Recipe.from_yaml(Path(args.recipe)) if args.recipe else parse_arm(args.policy, seed=args.seed)
+    policy: Any = None
+    if args.recipe:
+        policy = Recipe.from_yaml(Path(args.recipe))
+    elif args.policy not in (None, "auto"):
+        policy = parse_arm(args.policy, seed=args.seed)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt:
         raise InvalidValueError("the prompt is empty")
@@ -58,12 +64,17 @@ def run(args: argparse.Namespace) -> int:
     import torch
     from transformers import TextStreamer
 
-    from ..adapters import attach
+    from ..adapters import attach, required_recipe, resolve_recipe
     from ..evals.models import load_model
 
     quiet_transformers()
     options = {"device": args.device, "dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
     loaded = load_model(args.model, **options)
+    spelled = args.recipe or args.policy
+    if policy is None:
+        found = required_recipe(loaded.model) if args.policy == "auto" else resolve_recipe(loaded.model)
+        spelled = "the model's recipe" if found is not None else "decoupled-nvfp4"
+        policy = found if found is not None else parse_arm(spelled, seed=args.seed)
     inputs = loaded.tokenizer(prompt, return_tensors="pt").to(loaded.model.device)
     sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
 
@@ -80,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         resident = handle.state_bytes()["total"]
         text = generated.sequences[0].tolist()
         del generated
-        name = args.recipe or args.policy
+        name = spelled
         print(f"{name}: {resident / 1024:.0f} KiB of state, ring included", file=sys.stderr)
         if assistant:
             print(f"{name}: {_accepted(handle.acceptance)}", file=sys.stderr)

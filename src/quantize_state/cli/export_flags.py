@@ -1,0 +1,2 @@
+def add_parser(s):
+    pass
