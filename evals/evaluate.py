@@ -28,12 +28,10 @@ from .rollout import Rollout, chunks
 from .rundir import RunDirectory
 from .shadow import ExactShadow
 from .text import load_text, tokenise
+from .weights import ArmPolicy, Plan, plans, quantized
 
 Progress = Callable[[str, int, int], None]
 """Called as (what is running, tokens done, tokens in all)."""
-
-ArmPolicy = StatePolicy | Recipe | None
-"""None: the untouched model."""
 
 GENERATION_PROMPT = 256
 """Tokens of text before the generated ones; prefilled exactly and not evaluated."""
@@ -52,6 +50,7 @@ def evaluate(
     generate: int = 0,
     window: int = 16,
     engine: str = "scan",
+    weights: str | None = None,
     seed: int = 0,
     device: str = "auto",
     dtype: str = "auto",
@@ -71,12 +70,14 @@ def evaluate(
             at temperature 1, and they are the tokens evaluated.
         window: of replay and decoupled arms whose name gives none.
         engine: ``scan`` (whole windows at once) or ``step`` (token by token, as decode runs).
+        weights: ``nvfp4``, ``fp8`` or ``int8``: adds the weights alone, quantised by ModelOpt in a second copy of the
+            model, and every arm whose states round on top of them, so that the two effects can be told apart.
         out: a folder for result.json and each finished arm. A finished run is never overwritten, an interrupted one
             goes on at the arm where it stopped. By default nothing is written.
 
     Returns the result. Raises QuantizeStateError for whatever is wrong with these.
     """
-    policies = _policies(arms, window, seed)
+    policies = plans(_policies(arms, window, seed), weights, seed)
     _check_positive(tokens=tokens, sequences=sequences)
     if generate < 0:
         raise InvalidValueError(f"generate is {generate}; it must be 0 (evaluate on the text) or more")
@@ -98,12 +99,12 @@ def evaluate(
         "dtype": weights_dtype,
         "device": loaded.model.device.type,
         "version": provenance.version("quantize-state"),
-    }
+    } | ({} if weights is None else {"quantized weights": weights})
     run = None if out is None else RunDirectory(out, configuration)
     with ExitStack() as stack:
         handle = stack.enter_context(attach(loaded.model, "reference"))
-        for policy in policies.values():  # recipes name layers: all must be there before hours are spent
-            handle.use(policy)
+        for plan in policies.values():  # recipes name layers: all must be there before hours are spent
+            handle.use(plan.policy)
         if run is not None:
             stack.enter_context(run)
             if run.finished is not None and set(policies) <= {arm.name for arm in run.finished.arms}:
@@ -111,12 +112,16 @@ def evaluate(
         prompt = GENERATION_PROMPT - 1 if generate else 0
         if generate:
             ids = _generated(loaded.model, handle, ids, generate, seed, run, progress)
+        handles = {None: handle}
+        if weights is not None:
+            handles[weights] = stack.enter_context(attach(quantized(loaded.model, weights), "reference"))
         done: list[Arm] = []
-        for name, policy in policies.items():
+        for name, plan in policies.items():
             if run is not None and name in run.arms:
                 done.append(run.arms[name])
                 continue
-            arm = _run_arm(handle, name, policy, ids, prompt, engine, window, seed, progress, _byte_level(loaded))
+            own = handles[plan.weights]
+            arm = _run_arm(handle, own, name, plan, ids, prompt, engine, window, seed, progress, _byte_level(loaded))
             done.append(arm)
             if run is not None:
                 run.save_arm(arm)
@@ -153,8 +158,9 @@ def evaluate(
 
 def _run_arm(
     handle: Any,
+    own: Any,
     name: str,
-    policy: ArmPolicy,
+    plan: Plan,
     ids: Tensor,
     prompt: int,
     engine: str,
@@ -163,16 +169,24 @@ def _run_arm(
     progress: Progress | None,
     byte_level: bool,
 ) -> Arm:
-    """One arm beside the reference over all tokens of ``ids`` [B, prompt + N + 1], of which the prompt is exact."""
+    """One arm beside the reference over all tokens of ``ids`` [B, prompt + N + 1], of which the prompt is exact.
+
+    ``handle`` is of the model, ``own`` of the one that the arm runs on: the same, or that with quantised weights.
+    """
     began = time.perf_counter()
-    reference = Rollout(handle, StatePolicy(window=1, seed=seed), engine)
-    arm = reference if name == "reference" else Rollout(handle, policy, engine)
-    meter = KLMeter(window, seed=seed)
+    policy, exact = plan.policy, StatePolicy(window=1, seed=seed)
+    reference = Rollout(handle, exact, engine)
+    arm = reference if name == "reference" else Rollout(own, policy, engine)
+    # What the states add to quantised weights is measured against those weights with exact states.
+    base = Rollout(own, exact, engine) if plan.weights is not None and not plan.exact_state else None
+    meter, added = KLMeter(window, seed=seed), KLMeter(window, seed=seed)
     errors = ExactShadow(window, prompt) if isinstance(policy, Recipe | StatePolicy) and arm is not reference else None
     if prompt:
         reference.prefill(ids[:, :prompt])
         if arm is not reference:
             arm.prefill(ids[:, :prompt], observer=errors)
+        if base is not None:
+            base.prefill(ids[:, :prompt])
     total = ids.shape[1] - 1 - prompt
     for start, inputs, targets in chunks(ids[:, prompt:]):
         expected = reference.advance(inputs)
@@ -182,10 +196,12 @@ def _run_arm(
             if errors is not None:
                 errors.end_of_chunk(start + inputs.shape[1] - 1)
         meter.update(expected.float(), logits.float(), targets, start)
+        if base is not None:
+            added.update(base.advance(inputs).float(), logits.float(), targets, start)
         if progress is not None:
             progress(name, start + inputs.shape[1], total)
     evidence = meter.result(bytes_per_token=1.0 if byte_level else None)
-    states = handle.states(arm.cache)
+    states = own.states(arm.cache)
     return Arm(
         name=name,
         policy=_record(policy, name),
@@ -193,8 +209,10 @@ def _run_arm(
         top1_agreement=evidence.top1_agreement,
         ppl=evidence.ppl,
         bytes_per_element=_bytes(states),
-        layers=errors.layers(handle, states) if errors is not None else [],
+        layers=errors.layers(own, states) if errors is not None else [],
         seconds=time.perf_counter() - began,
+        weights=plan.weights,
+        kl_to_weights=None if base is None else added.result().kl,
     )
 
 

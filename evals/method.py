@@ -43,6 +43,12 @@ def method(result: Result) -> list[str]:
             f"A layer's error is ‖arm − exact‖ / ‖exact‖ against {against}. The growth exponent is the slope of log "
             "error on log position past the first window: 0 is flat, 0.5 a random walk, 1 linear."
         )
+    if any(arm.weights for arm in result.arms):
+        sentences.append(
+            "Weights were quantised by NVIDIA ModelOpt's weight-only preset, folded into a copy of the model; "
+            "activations, and the layers that the preset leaves out, stay as they are. What the state adds is "
+            "KL(weights only ‖ both)."
+        )
     return sentences
 
 

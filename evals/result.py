@@ -171,7 +171,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Arm:
-    """``policy`` is None for an arm without one: the untouched model."""
+    """``policy`` is None for an arm without one: the untouched model.
+
+    ``weights`` is the format of an arm's quantised weights; ``kl_to_weights`` is the KL to the same weights with exact
+    states, which is what the states add: KL(weights only ‖ arm).
+    """
 
     name: str
     policy: Policy | None
@@ -181,6 +185,8 @@ class Arm:
     bytes_per_element: BytesPerElement
     layers: list[Layer]
     seconds: float
+    weights: str | None = None
+    kl_to_weights: KL | None = None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ FORMAT_NAMES = {
     "int8": "INT8",
     "nvfp4": "NVFP4",
     "mxfp4": "MXFP4",
+    "fp8": "FP8",
 }
 
 Kind = Literal["floor", "reference", "replay", "coupled", "decoupled", "other"]
@@ -37,7 +38,7 @@ def kind_of(arm: Arm) -> Kind:
     if arm.name == "reference-again":
         return "floor"
     policy = arm.policy
-    if policy is None or policy.recipe is not None:
+    if policy is None or policy.recipe is not None or arm.weights is not None:
         return "other"
     if policy.read not in (None, policy.checkpoint):
         return "decoupled"
@@ -146,9 +147,42 @@ def _facts(result: Result, subject: Arm | None) -> list[str]:
             f"(FP32 read and written every token: 8; FP32 replay: 4.25 at window 16) "
             f"and keeps {cost.resident:.2f} resident (FP32: 4)."
         )
+    facts += [effect.sentence for effect in weight_effects(result)]
     if result.status == "partial":
         facts.append(f"This run is partial: {plural(len(result.arms), 'arm')} so far.")
     return facts
+
+
+@dataclass(frozen=True)
+class WeightEffect:
+    """Quantised weights and quantised states, each alone and both together, on the same tokens."""
+
+    weights: Arm
+    state: Arm
+    both: Arm
+
+    @property
+    def sentence(self) -> str:
+        """The two effects in words."""
+        added = "" if self.both.kl_to_weights is None else (
+            f"; to the model with such weights the state adds {scientific(self.both.kl_to_weights.mean)}"
+        )  # fmt: skip
+        return (
+            f"{format_name(self.both.weights)} weights alone cost {scientific(self.weights.kl.mean)} nats per token, "
+            f"the state alone ({self.state.name}) {scientific(self.state.kl.mean)}, "
+            f"both {scientific(self.both.kl.mean)}{added}."
+        )
+
+
+def weight_effects(result: Result) -> list[WeightEffect]:
+    """Every arm that has quantised weights as well, beside the weights alone and the state alone."""
+    arms = {arm.name: arm for arm in result.arms}
+    found = []
+    for arm in result.arms:
+        only, _, state = arm.name.partition("+")
+        if arm.weights is not None and state in arms and only in arms:
+            found.append(WeightEffect(arms[only], arms[state], arm))
+    return found
 
 
 def _interval_fact(subject: Arm, rivals: list[Arm], apart: list[Arm]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from . import formatting as f
 from .method import layers_text, method, provenance
 from .result import Arm, Exponent, Result
-from .verdict import floor_note, floor_of, format_name, judge, kind_of
+from .verdict import floor_note, floor_of, format_name, judge, kind_of, weight_effects
 
 PALETTES = {"floor": 1, "reference": 1, "replay": 2, "coupled": 4, "decoupled": 4, "other": 2}
 """Colours per kind of arm in style.css: --floor-0, --coupled-2 … Further arms of a kind repeat them."""
@@ -74,6 +74,7 @@ def single(result: Result) -> dict[str, Any]:
         "verdict": verdict,
         "rows": rows,
         "layer_rows": layer_rows(result),
+        "weight_rows": weight_rows(result),
         "positions": position_rows(result),
         "exact_start": _exact_start(result),
         "legend": [row for row in rows if row["name"] in shown],
@@ -115,6 +116,23 @@ def arm_rows(result: Result) -> list[dict[str, Any]]:
     return rows
 
 
+def weight_rows(result: Result) -> list[dict[str, str]]:
+    """Weights alone, state alone and both: the table that separates the two effects."""
+    return [
+        {
+            "name": effect.state.name,
+            "format": format_name(effect.both.weights),
+            "weights": f.mean_text(effect.weights.kl.mean, effect.weights.kl.ci95),
+            "state": f.mean_text(effect.state.kl.mean, effect.state.kl.ci95),
+            "both": f.mean_text(effect.both.kl.mean, effect.both.kl.ci95),
+            "added": "–"
+            if effect.both.kl_to_weights is None
+            else f.mean_text(effect.both.kl_to_weights.mean, effect.both.kl_to_weights.ci95),
+        }
+        for effect in weight_effects(result)
+    ]
+
+
 def layer_rows(result: Result) -> list[dict[str, str]]:
     """Per arm: the layers' errors as median and range, and how they grow."""
     rows = []
@@ -151,11 +169,12 @@ def policy_text(arm: Arm) -> str:
     policy = arm.policy
     if policy is None:
         return "the untouched model"
+    weights = "" if arm.weights is None else f"{format_name(arm.weights)} weights, "
     if policy.recipe is not None:
-        return f"recipe {policy.recipe}: a policy per layer"
+        return f"{weights}recipe {policy.recipe}: a policy per layer"
     if arm.name == "reference-again":
         return "the reference, run again"
-    parts = [f"{format_name(policy.checkpoint)} recurrence"]
+    parts = [f"{weights}{format_name(policy.checkpoint)} recurrence"]
     if policy.read not in (None, policy.checkpoint):
         parts.append(f"{format_name(policy.read)} copy")
     parts.append("every token" if policy.window == 1 else f"window {policy.window}")

@@ -15,7 +15,7 @@ from quantize_state.quant.policy import parse_arm
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = sorted((ROOT / "results" / "accuracy").glob("*.json"))
 
-LAYERS = ["quant", "kernels", "adapters", "evals", "cli"]
+LAYERS = ["quant", "kernels", "adapters", "integrations", "evals", "cli"]
 """A module imports only from its left."""
 
 

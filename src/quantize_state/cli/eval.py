@@ -17,7 +17,17 @@ def add_parser(subparsers) -> None:
     )
     add_model_options(parser)
     parser.add_argument("--arms", metavar="ARM,…", help="comma-separated arms (default: see `quantize-state ls`)")
-    parser.add_argument("--recipe", metavar="FILE", help="add an arm: a YAML recipe with a policy per layer")
+    parser.add_argument(
+        "--recipe",
+        metavar="FILE",
+        help="add an arm: a YAML recipe with a policy per layer, or auto, the recipe in the model's directory (which "
+        "is added by itself where neither --arms nor --recipe is given)",
+    )
+    parser.add_argument(
+        "--weights",
+        choices=("nvfp4", "fp8", "int8"),
+        help="add arms with weights quantised by NVIDIA ModelOpt: alone, and together with each quantised state",
+    )
     parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="tokens per sequence (default: 4096)")
     parser.add_argument("--sequences", type=int, default=1, metavar="N", help="sequences, run as a batch (default: 1)")
     parser.add_argument(
@@ -46,18 +56,28 @@ def add_parser(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..evals.weights import WEIGHT_ARMS
     from ..quant.errors import InvalidValueError
     from ..quant.policy import DEFAULT_ARMS, parse_arm
     from ..quant.recipe import Recipe
 
     if args.arms is not None and not args.arms.strip(", "):
         raise InvalidValueError("--arms names no arm; see `quantize-state ls`")
-    names = DEFAULT_ARMS if args.arms is None else tuple(name.strip() for name in args.arms.split(",") if name.strip())
+    default = DEFAULT_ARMS if args.weights is None else WEIGHT_ARMS
+    names = default if args.arms is None else tuple(name.strip() for name in args.arms.split(",") if name.strip())
     for name in names:
         parse_arm(name)  # a misspelt arm should not cost the time that torch takes to load a model
     arms: dict[str, Any] = {name: name for name in names}
-    if args.recipe:
+    if args.recipe not in (None, "auto"):
         arms[f"recipe:{Path(args.recipe).stem}"] = Recipe.from_yaml(Path(args.recipe))
+    elif args.recipe == "auto" or args.arms is None:
+        from ..adapters import required_recipe, resolve_recipe
+        from ..evals.models import resolve_source
+
+        source = resolve_source(args.model)
+        own = required_recipe(source) if args.recipe == "auto" else resolve_recipe(source)
+        if own is not None:
+            arms["recipe:model"] = own
 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -91,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
             generate=args.generate,
             window=args.window,
             engine=args.engine,
+            weights=args.weights,
             seed=args.seed,
             device=args.device,
             dtype=args.dtype,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -30,13 +31,15 @@ from ..quant.errors import InvalidValueError, QuantizeStateError, UnsupportedMod
 from ..quant.policy import StatePolicy
 
 try:
-    import modelopt.torch.quantization as mtq
-    from modelopt.torch.quantization.nn import QuantModule, QuantModuleRegistry, TensorQuantizer
-    from modelopt.torch.quantization.nn.modules.tensor_quantizer import (
-        is_registered_quant_backend,
-        register_quant_backend,
-    )
-    from modelopt.torch.quantization.plugins.custom import CUSTOM_MODEL_PLUGINS
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about versions of transformers, and plugins of what is not installed
+        import modelopt.torch.quantization as mtq
+        from modelopt.torch.quantization.nn import QuantModule, QuantModuleRegistry, TensorQuantizer
+        from modelopt.torch.quantization.nn.modules.tensor_quantizer import (
+            is_registered_quant_backend,
+            register_quant_backend,
+        )
+        from modelopt.torch.quantization.plugins.custom import CUSTOM_MODEL_PLUGINS
 except ImportError as error:
     raise QuantizeStateError(
         f"nvidia-modelopt does not load ({error}); `pip install 'quantize-state[modelopt]'` brings it"
