@@ -112,7 +112,7 @@ def evaluate(
         prompt = GENERATION_PROMPT - 1 if generate else 0
         if generate:
             ids = _generated(loaded.model, handle, ids, generate, seed, run, progress)
-        handles = {None: handle}
+        handles: dict[str | None, Any] = {None: handle}
         if weights is not None:
             handles[weights] = stack.enter_context(attach(quantized(loaded.model, weights), "reference"))
         done: list[Arm] = []

@@ -91,7 +91,11 @@ def meta_model(name: str, *, trust_remote_code: bool = False) -> Any:
         if not trust_remote_code:
             _refuse_kernels(config, name)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).eval()
+            # bfloat16: grouped kernels of experts take nothing wider, not even without values
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
+            )
+            return model.eval()
     except QuantizeStateError:
         raise
     except Exception as error:  # as for load_model

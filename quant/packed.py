@@ -260,6 +260,11 @@ def stored(entry: Entry) -> dict[str, Slot]:
     return {_suffix(key): slot for key, slot in _slots_of(entry.how, entry.state_shape).items()}
 
 
+def stored_bytes(how: How, shape: Sequence[int]) -> int:
+    """Bytes of a state [..., V, K] encoded as ``how`` says, scales and padding included."""
+    return sum(slot.nbytes for slot in _slots_of(how, shape).values())
+
+
 def _slots_of(how: How, shape: Sequence[int]) -> dict[str, Slot]:
     """Under the names of EncodedState.tensors()."""
     probe = encode(torch.zeros(0, *shape[-2:]), *how).tensors()

@@ -274,6 +274,30 @@ def test_e2m1_equals_torchaos_cast():
     assert torch.equal(Element(4, E2M1).store(E2M1.nearest_(x.abs()), x), theirs.view(torch.uint8))
 
 
+def test_nvfp4_equals_torchaos_but_for_its_reciprocals_and_its_least_scale():
+    """docs/formats.md: torchao multiplies by 1/scale where we divide, and its block scales stop at 2**-6.
+
+    Given our s2, every other block scale is the same, and a code differs only where the quotient is beside a tie.
+    """
+    module = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    middle = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    codes = differing = 0
+    for kind in ("normal", "magnitudes 1 to 1e-8 by block", "large", "grid points", "one large element"):
+        for tile in tiles()[kind]:
+            ours = encode(tile, "nvfp4")
+            s2, block = ours.scales["global"], ours.scales["block"].float()
+            theirs = module.NVFP4Tensor.to_nvfp4(tile, per_tensor_scale=s2)
+            used = (tile.view(*block.shape, 16).abs().amax(-1) > 0) & (block > 2.0**-6)
+            assert torch.equal(block[used], theirs.scale.view_as(block).float()[used]), kind
+            a, b = (t.view(torch.uint8) for t in (ours.codes, theirs.qdata))
+            a, b = (torch.stack([t & 15, t >> 4], -1).view(*block.shape, 16)[used] for t in (a, b))
+            moved = a != b
+            quotient = (tile.view(*block.shape, 16) / (block * s2)[..., None]).abs()[used][moved]
+            assert ((quotient[:, None] - middle).abs() <= 1e-6 * middle).any(-1).all(), kind
+            codes, differing = codes + a.numel(), differing + int(moved.sum())
+    assert codes > 5000 and differing < codes / 100
+
+
 # ---- scale rules
 
 

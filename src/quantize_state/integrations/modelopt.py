@@ -54,7 +54,7 @@ MXFP8: dict[str, Any] = {"num_bits": (4, 3), "block_sizes": {-1: 32, "type": "dy
 FP8: dict[str, Any] = {"num_bits": (4, 3), "block_sizes": {-1: None, "type": "dynamic"}}
 INT8: dict[str, Any] = {"num_bits": 8, "block_sizes": {-1: None, "type": "dynamic"}}
 
-_BLOCK_FORMATS = {
+_BLOCK_FORMATS: dict[Any, str] = {
     ((2, 1), 16, (4, 3)): "nvfp4",
     ((2, 1), 32, (8, 0)): "mxfp4",
     ((4, 3), 32, (8, 0)): "mxfp8",
@@ -81,13 +81,13 @@ def on_any_device(config: Mapping[str, Any]) -> dict[str, Any]:
     ModelOpt's own kernels of these formats need a GPU. The result is what they compute, but for docs/formats.md.
     """
     register()
-    config = copy.deepcopy(dict(config))
-    for entry in config["quant_cfg"]:
+    ours: dict[str, Any] = copy.deepcopy(dict(config))
+    for entry in ours["quant_cfg"]:
         cfgs = entry.get("cfg") or []
         for cfg in cfgs if isinstance(cfgs, list) else [cfgs]:
             if _block_format(cfg.get("num_bits", 8), cfg.get("block_sizes")) is not None and not cfg.get("backend"):
                 cfg["backend"] = BACKEND
-    return config
+    return ours
 
 
 def quantize_weights(model: nn.Module, format: str) -> nn.Module:
