@@ -24,7 +24,7 @@ from .formats import FORMATS
 from .policy import StatePolicy
 from .recipe import Recipe
 from .storage import SCHEMA as STATE_SCHEMA
-from .tensorfile import NAMES, PIECE, Slot, TensorFile, TensorWriter, pieces, writing
+from .tensorfile import NAMES, Slot, TensorFile, TensorWriter, pieces, writing
 
 SCHEMA = "quantize-state/packed/1"
 CAPTURE_SCHEMA = "quantize-state/capture/1"
@@ -279,13 +279,13 @@ def _encode(name: str, rows: slice | None, state: Tensor, how: How) -> dict[str,
     try:
         return {_suffix(key): tensor for key, tensor in encode(state, *how).tensors().items()}
     except NonFiniteStateError as error:
-        where = "" if rows is None else f", rows from {rows.start} of it"
+        where = "" if rows is None or not rows.start else f", counted from row {rows.start} of it"
         raise NonFiniteStateError(f"tensor {name!r}{where}: {error}") from None
 
 
 def _parts(source: Source, name: str, by_rows: bool) -> Iterator[tuple[slice | None, Tensor]]:
     slot = source.slots[name]
-    if not by_rows or not slot.shape or slot.nbytes <= PIECE:
+    if not by_rows or not slot.shape:
         yield None, source.read(name)
         return
     for rows in pieces(slot.shape, slot.nbytes // max(slot.shape[0], 1)):

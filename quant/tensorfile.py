@@ -155,8 +155,8 @@ class TensorFile:
         self.close()
 
 
-def pieces(shape: Sequence[int], row_bytes: int, limit: int = PIECE) -> Iterator[slice]:
-    """Slices along the first axis, each of at most ``limit`` bytes where a row is ``row_bytes``; at least a row."""
-    step = max(1, limit // max(row_bytes, 1))
+def pieces(shape: Sequence[int], row_bytes: int) -> Iterator[slice]:
+    """Slices along the first axis, each of at most PIECE bytes where a row is ``row_bytes``; at least a row."""
+    step = max(1, PIECE // max(row_bytes, 1))
     for start in range(0, shape[0], step):
         yield slice(start, min(start + step, shape[0]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import TINY_MODELS, build, run, tokens
 
-from quantize_state import QuantizeStateError, StatePolicy, attach, resolve_recipe
+from quantize_state import QuantizeStateError, StatePolicy, attach, export_recipe, resolve_recipe
 from quantize_state.adapters import find_layers
 from quantize_state.quant import fake_quantize
 from quantize_state.quant.errors import InvalidValueError
@@ -214,6 +214,27 @@ def test_policies_survive_modelopts_save_and_restore(tmp_path):
     assert (
         resolve_recipe(restored).for_layers([layer.name for layer in find_layers(restored)])[0].rotation == "hadamard"
     )
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_recipe_goes_beside_modelopts_own_export(tmp_path):
+    """ModelOpt exports NVFP4 weights and hf_quant_config.json; ours is one more file, and neither knows the other."""
+    from modelopt.torch.export import export_hf_checkpoint
+
+    config = ours.on_any_device(mtq.NVFP4_DEFAULT_CFG)
+    entries = (state(ours.NVFP4), state(ours.FP8, "*layers.1.*state_read_quantizer"))
+    model = build("qwen3_next")
+    model.config.architectures = [type(model).__name__]  # as from_pretrained sets it; ModelOpt wants it
+    model = quantize(model, *entries, config=config, forward=lambda m: m(tokens(1, 9)))
+    wanted = resolve_recipe(model)
+    export_hf_checkpoint(model, export_dir=tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert b"NVFP4" in before["hf_quant_config.json"] and b"state_read" not in before["hf_quant_config.json"]
+    described = export_recipe(model, "auto", tmp_path)
+    assert resolve_recipe(tmp_path) == wanted == described.recipe
+    assert list(described.layers.values()) == ["decoupled-nvfp4", "decoupled-fp8_e4m3"]
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert {name: after[name] for name in before} == before and len(after) == len(before) + 1
 
 
 def test_a_layer_that_another_toolkit_subclassed_is_found():

@@ -19,6 +19,7 @@ from quantize_state.quant import (
     fake_quantize,
     load_states,
     save_states,
+    tensorfile,
 )
 from quantize_state.quant.errors import FileFormatError, InvalidValueError, NonFiniteStateError, QuantizeStateError
 from quantize_state.quant.packed import PackedFile, find_states, how_by_recipe, pack, unpack
@@ -107,8 +108,10 @@ def test_the_layout_that_other_programs_read(raw, tmp_path):
     }
 
 
+@pytest.mark.parametrize("piece", [1, 40_000, 8 << 20], ids=lambda n: f"piece of {n}")
 @pytest.mark.parametrize("layout", ["vk", "kv"])
-def test_decoding_gives_the_file_back_rounded(raw, tmp_path, layout):
+def test_decoding_gives_the_file_back_rounded(raw, tmp_path, layout, piece, monkeypatch):
+    monkeypatch.setattr(tensorfile, "PIECE", piece)
     path, tensors = raw
     _, file = packed(path, tmp_path / "out.safetensors", ("nvfp4", "four_over_six", "hadamard16"), layout=layout)
     unpack(file, tmp_path / "back.safetensors")
