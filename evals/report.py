@@ -5,6 +5,7 @@ One result gives a report, several a comparison. Everything that comes from mode
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from markupsafe import Markup, escape
 
 from ..quant.errors import InvalidValueError, QuantizeStateError
 from . import compare, view
+from .questions.result import QuestionsResult
+from .questions.view import page as questions_page
 from .records import write_atomic
 from .result import Result
 
@@ -22,8 +25,20 @@ Format = Literal["html", "md", "both"]
 _TEMPLATES = Path(__file__).parent / "templates"
 
 
-def render_html(results: Result | Sequence[Result]) -> str:
+def read_result(path: str | Path) -> Result | QuestionsResult:
+    """A result of either kind, told by its schema. Raises FileFormatError as their ``read`` does."""
+    file = Path(path) / "result.json" if Path(path).is_dir() else Path(path)
+    try:
+        schema = str(json.loads(file.read_bytes())["schema"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        schema = ""  # Result.read says what is wrong
+    return QuestionsResult.read(file) if schema.startswith("quantize-state/questions/") else Result.read(file)
+
+
+def render_html(results: Result | QuestionsResult | Sequence[Result]) -> str:
     """One self-contained HTML page: no script, nothing loaded from anywhere."""
+    if isinstance(results, QuestionsResult):
+        return _environment(html=True).get_template("questions.html.j2").render(page=questions_page(results))
     from . import plots  # matplotlib takes a second to load; Markdown does not need it
 
     several = _as_list(results)
@@ -35,8 +50,10 @@ def render_html(results: Result | Sequence[Result]) -> str:
     return _environment(html=True).get_template("compare.html.j2").render(page=comparison, plots=drawn)
 
 
-def render_markdown(results: Result | Sequence[Result]) -> str:
+def render_markdown(results: Result | QuestionsResult | Sequence[Result]) -> str:
     """The same in Markdown, without plots."""
+    if isinstance(results, QuestionsResult):
+        return _environment(html=False).get_template("questions.md.j2").render(page=questions_page(results))
     several = _as_list(results)
     environment = _environment(html=False)
     if len(several) == 1:
@@ -45,7 +62,11 @@ def render_markdown(results: Result | Sequence[Result]) -> str:
 
 
 def write_reports(
-    results: Result | Sequence[Result], directory: str | Path, *, format: Format = "both", overwrite: bool = True
+    results: Result | QuestionsResult | Sequence[Result],
+    directory: str | Path,
+    *,
+    format: Format = "both",
+    overwrite: bool = True,
 ) -> list[Path]:
     """Write report.html and report.md into ``directory``; returns their paths.
 

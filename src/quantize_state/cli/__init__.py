@@ -14,6 +14,8 @@ from ..quant.errors import QuantizeStateError
 
 COMMANDS = (
     "eval",
+    "gpqa",
+    "tasks",
     "generate",
     "report",
     "ls",

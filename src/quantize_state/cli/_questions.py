@@ -1,0 +1,154 @@
+"""What ``gpqa`` and ``tasks`` share: their options, and asking with a progress bar."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..quant.errors import InvalidValueError, QuantizeStateError
+from ._options import add_model_options, quiet_transformers
+
+if TYPE_CHECKING:
+    from ..evals.questions.ask import Plan, Source
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser)
+    parser.add_argument("--arms", metavar="ARM,…", help="comma-separated arms (default: see `quantize-state ls`)")
+    parser.add_argument("--recipe", metavar="FILE", help="add an arm: a YAML recipe with a policy per layer")
+    parser.add_argument("--repeats", type=int, default=1, metavar="R", help="answers per question (default: 1)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the top P (default: 1)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the top K (default: 0, all)")
+    parser.add_argument(
+        "--max-gen-toks",
+        type=int,
+        default=16384,
+        metavar="N",
+        help="the most tokens per answer (default: 16384; lm-eval's own 256 cuts reasoning off)",
+    )
+    parser.add_argument("--limit", type=int, default=0, metavar="N", help="ask the first N questions (default: all)")
+    parser.add_argument(
+        "--shard", default="1/1", metavar="I/N", help="ask every N-th question from the I-th on; merge with `report`"
+    )
+    parser.add_argument("--batch-size", type=int, default=8, metavar="B", help="questions at once (default: 8)")
+    parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples in the prompt (default: the task's)")
+    parser.add_argument("--chat-template", action="store_true", help="put prompts into the model's chat template")
+    parser.add_argument("--system-instruction", metavar="TEXT", help="a system message before the prompt")
+    parser.add_argument("--think-end-token", metavar="TEXT", help="answers begin after this text, such as </think>")
+    parser.add_argument("--filter", metavar="NAME", help="the task's filter that counts (default: flexible-extract)")
+    parser.add_argument("--metric", metavar="NAME", help="the task's metric that counts (default: its first)")
+    parser.add_argument("--window", type=int, default=16, metavar="L", help="tokens per flush (default: 16)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of sampling, few-shot examples, rounding and bootstrap (default: 0)"
+    )
+    parser.add_argument("--out", metavar="DIR", help="where results go (default: runs/TIME-MODEL)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """The plan that the options describe; raises InvalidValueError for what is wrong with them."""
+    from ..evals.questions.ask import Plan
+
+    index, slash, count = args.shard.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal()):
+        raise InvalidValueError(f"--shard is {args.shard!r}; it must be I/N, such as 1/2 and 2/2 on two machines")
+    return Plan(
+        repeats=args.repeats,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        cap=args.max_gen_toks,
+        limit=args.limit,
+        shard=(int(index), int(count)),
+        batch_size=args.batch_size,
+        seed=args.seed,
+        window=args.window,
+        num_fewshot=args.num_fewshot,
+        chat_template=args.chat_template,
+        system_instruction=args.system_instruction,
+        think_end_token=args.think_end_token,
+        filter=args.filter,
+        metric=args.metric,
+        include_path=getattr(args, "include_path", None),
+    )
+
+
+def arms_of(args: argparse.Namespace, likelihood: bool | None = None) -> dict[str, Any]:
+    """The arms by name. Without --arms the default ones, and where tokens are drawn the reference with other seeds."""
+    from ..evals.questions.result import RESEEDED
+    from ..quant.policy import DEFAULT_ARMS, parse_arm
+    from ..quant.recipe import Recipe
+
+    if args.arms is not None and not args.arms.strip(", "):
+        raise InvalidValueError("--arms names no arm; see `quantize-state ls`")
+    default = [*DEFAULT_ARMS[:1], *([RESEEDED] if args.temperature > 0 else []), *DEFAULT_ARMS[1:]]
+    names = default if args.arms is None else [name.strip() for name in args.arms.split(",") if name.strip()]
+    for name in names:
+        if name != RESEEDED:
+            parse_arm(name)  # a misspelt arm should not cost the time that torch takes to load a model
+    arms: dict[str, Any] = {"reference": "reference"}  # with which every arm is compared
+    arms |= {name: name for name in names}
+    if args.recipe:
+        arms[f"recipe:{Path(args.recipe).stem}"] = Recipe.from_yaml(Path(args.recipe))
+    return arms
+
+
+def need_lm_eval() -> None:
+    """Raise where lm-eval is not installed, before a model is loaded."""
+    from importlib.util import find_spec
+
+    missing = [name for name in ("lm_eval", "accelerate") if find_spec(name) is None]
+    if missing:
+        raise QuantizeStateError(
+            f"this needs {' and '.join(missing)}, which is not installed: pip install 'quantize-state[gpqa]'"
+        )
+
+
+def ask_and_report(args: argparse.Namespace, tasks: list[tuple[str, Source, Path | None]], plan: Plan) -> int:
+    """Ask each task's questions; a task may have a folder of its own below --out."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from ..evals.models import load_model
+    from ..evals.questions.ask import ask
+    from ..evals.questions.ranks import Ranks
+    from ..evals.questions.table import print_table
+    from ..evals.report import write_reports
+    from ..evals.rundir import fresh_folder
+
+    quiet_transformers()
+    arms, ranks = arms_of(args), Ranks()
+    out = Path(ranks.same(args.out if args.out is not None else str(fresh_folder(args.model))))
+    loaded = load_model(
+        args.model, device=ranks.device(args.device), dtype=args.dtype, trust_remote_code=args.trust_remote_code
+    )
+    errors = Console(stderr=True)
+    try:
+        for task, source, below in tasks:
+            folder = out if below is None else out / below
+            bar = Progress(
+                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("answers"),
+                TimeElapsedColumn(), console=errors, disable=not (errors.is_terminal and ranks.first),
+            )  # fmt: skip
+            shown: dict[str, Any] = {}
+
+            def show(what: str, done: int, total: int, bar: Any = bar, shown: dict[str, Any] = shown) -> None:
+                if what not in shown:
+                    shown[what] = bar.add_task(what, total=total)
+                bar.update(shown[what], completed=done)
+
+            with bar:
+                result = ask(loaded, task, arms, source, plan, folder, ranks=ranks, progress=show)
+            if result is None:
+                continue
+            reports = write_reports(result, folder)
+            if args.json:
+                print((folder / "result.json").read_text(encoding="utf-8"), end="")
+            else:
+                print_table(result)
+                print("", folder / "result.json", *reports, sep="\n")
+    finally:
+        ranks.leave()
+    return 0
