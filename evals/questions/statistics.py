@@ -95,9 +95,9 @@ def difference_interval(differences: Floats, *, resamples: int = 4000, seed: int
     values = differences[~np.isnan(differences)]
     if len(values) < MIN_QUESTIONS:
         return None
-    low, high = _bootstrap(_with_two_more(values), resamples, seed)
-    mean = float(values.mean())
-    return max(-1.0, mean + low), min(1.0, mean + high)
+    values = _with_two_more(values)
+    low, high = _bootstrap(values, resamples, seed)
+    return max(-1.0, low), min(1.0, high)
 
 
 def mean_interval(values: Floats, *, resamples: int = 4000, seed: int = 0) -> tuple[float, float] | None:
@@ -105,8 +105,7 @@ def mean_interval(values: Floats, *, resamples: int = 4000, seed: int = 0) -> tu
     values = values[~np.isnan(values)]
     if len(values) < MIN_QUESTIONS:
         return None
-    low, high = _bootstrap(values, resamples, seed)
-    return float(values.mean()) + low, float(values.mean()) + high
+    return _bootstrap(values, resamples, seed)
 
 
 def mcnemar(better: int, worse: int) -> float:
@@ -150,12 +149,12 @@ def _with_two_more(values: Floats) -> Floats:
 
 
 def _bootstrap(values: Floats, resamples: int, seed: int) -> tuple[float, float]:
-    """2.5 % and 97.5 % quantiles of resampled means, less the mean."""
+    """2.5 % and 97.5 % quantiles of resampled means."""
     random, n = np.random.default_rng(seed), len(values)
     means = []
     at_once = max(1, _DRAWS_AT_ONCE // n)
     for first in range(0, resamples, at_once):
         rows = min(at_once, resamples - first)
         means.append(values[random.integers(0, n, (rows, n))].mean(axis=1))
-    low, high = np.quantile(np.concatenate(means), [0.025, 0.975]) - values.mean()
+    low, high = np.quantile(np.concatenate(means), [0.025, 0.975])
     return float(low), float(high)

@@ -10,7 +10,7 @@ from ..quant.errors import InvalidValueError, QuantizeStateError
 from ._options import add_model_options, quiet_transformers
 
 if TYPE_CHECKING:
-    from ..evals.questions.ask import Plan, Source
+    from ..evals.questions.plan import Plan, Source
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def plan_of(args: argparse.Namespace) -> Plan:
     """The plan that the options describe; raises InvalidValueError for what is wrong with them."""
-    from ..evals.questions.ask import Plan
+    from ..evals.questions.plan import Plan
 
     index, slash, count = args.shard.partition("/")
     if not (slash and index.isdecimal() and count.isdecimal()):

@@ -35,6 +35,7 @@ def add_parser(subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from ..evals.questions.dataset import COLUMNS, HOW_TO_GET_IT, read_questions
+    from ..evals.questions.plan import Source
     from ..evals.questions.standin import NAME, stand_in
     from ..quant.errors import InvalidValueError
 
@@ -48,8 +49,5 @@ def run(args: argparse.Namespace) -> int:
     _questions.arms_of(args)
     _questions.need_lm_eval()
     plan = _questions.plan_of(args)
-
-    from ..evals.questions.ask import Source
-
     source = Source(name, rows, is_stand_in)
     return _questions.ask_and_report(args, [(f"gpqa_{args.subset}_{args.task}", source, None)], plan)

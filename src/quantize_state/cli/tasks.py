@@ -22,6 +22,7 @@ def add_parser(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..evals.questions.plan import Source
     from ..quant.errors import InvalidValueError
 
     names = list(dict.fromkeys(name.strip() for name in args.tasks.split(",") if name.strip()))
@@ -32,7 +33,4 @@ def run(args: argparse.Namespace) -> int:
     _questions.arms_of(args)
     _questions.need_lm_eval()
     plan = _questions.plan_of(args)
-
-    from ..evals.questions.ask import Source
-
     return _questions.ask_and_report(args, [(name, Source(f"lm-eval task {name}"), Path(name)) for name in names], plan)
