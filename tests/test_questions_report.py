@@ -146,7 +146,7 @@ def test_facts_name_the_other_arms_the_floor_and_the_cap(result):
     without = dataclasses.replace(greedy, arms=[arm for arm in result.arms if arm.name != RESEEDED])
     assert "Nothing was sampled" in " ".join(judge(without).facts)
     stand_in = dataclasses.replace(result, task=dataclasses.replace(result.task, stand_in=True))
-    assert "stand-in questions, which are not GPQA" in judge(stand_in).sentence
+    assert "198 stand-in questions, not GPQA, tiny-gdn with" in judge(stand_in).sentence
 
 
 # reports

@@ -84,6 +84,11 @@ def test_the_interval_of_one_repeat_has_the_width_of_bonett_and_price():
 def test_no_change_in_any_answer_is_not_certainty():
     low, high = s.difference_interval(np.zeros(198))
     assert low < -0.005 < 0.005 < high
+    four = s.difference_interval(np.zeros(198), 4)
+    assert four == pytest.approx((low / 4, high / 4), rel=BOOTSTRAP)
+    one = np.zeros(198)
+    one[0] = -0.25  # one answer of four: no narrower than none
+    assert s.difference_interval(one, 4)[0] < four[0]
     assert s.unseen_share(198) == pytest.approx(1 - 0.05 ** (1 / 198))
 
 

@@ -125,7 +125,7 @@ class _Table:
         spread = s.spread(differences)
         return Difference(
             mean=_mean(means),
-            ci95=s.difference_interval(means, seed=seed),
+            ci95=s.difference_interval(means, repeats, seed=seed),
             pairs=pairs,
             better=better,
             worse=worse,

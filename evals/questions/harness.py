@@ -161,10 +161,11 @@ def _build_task(name: str, rows: Sequence[Mapping[str, str]] | None, include_pat
         import lm_eval.tasks
         from lm_eval.tasks import TaskManager
 
-        folder = include_path
-        if rows is not None:  # one of GPQA's tasks: to read the thousands of others takes many seconds
-            folder = Path(lm_eval.tasks.__file__).parent / "gpqa"
-        manager = TaskManager(include_path=None if folder is None else str(folder), include_defaults=rows is None)
+        # To read lm-eval's thousands of tasks takes many seconds; a folder that holds the task is enough.
+        folder = Path(lm_eval.tasks.__file__).parent / "gpqa" if rows is not None else include_path
+        manager = TaskManager(include_path=None if folder is None else str(folder), include_defaults=folder is None)
+        if rows is None and folder is not None and name not in manager.all_subtasks:
+            manager = TaskManager(include_path=str(folder))
         if name not in manager.all_subtasks:
             if name in manager.all_tasks:
                 raise InvalidValueError(f"{name} is a group of tasks of lm-eval; name its tasks one by one")

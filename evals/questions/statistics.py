@@ -84,18 +84,20 @@ def accuracy_interval(scores: Floats) -> tuple[float, float] | None:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def difference_interval(differences: Floats, *, resamples: int = 4000, seed: int = 0) -> tuple[float, float] | None:
+def difference_interval(
+    differences: Floats, repeats: int = 1, *, resamples: int = 4000, seed: int = 0
+) -> tuple[float, float] | None:
     """The 95 % interval of the mean of per-question differences of scores [questions]: bootstrap over questions.
 
     Where hardly an answer changed, resampling what changed says too little: with none it would say that none can.
     So two questions are added before resampling, one better and one worse, each by as much as changed questions
-    changed (root mean square; by 1 where none did). With one repeat the variance is then that of Bonett and Price's
-    adjusted interval for paired proportions (2012).
+    changed (root mean square; by one answer of ``repeats`` where none did). With one repeat the variance is then that
+    of Bonett and Price's adjusted interval for paired proportions (2012).
     """
     values = differences[~np.isnan(differences)]
     if len(values) < MIN_QUESTIONS:
         return None
-    values = _with_two_more(values)
+    values = _with_two_more(values, repeats)
     low, high = _bootstrap(values, resamples, seed)
     return max(-1.0, low), min(1.0, high)
 
@@ -127,7 +129,7 @@ def spread(differences: Floats) -> Spread | None:
     if n < MIN_QUESTIONS:
         return None
     means = of_questions(differences)
-    variance = float(_with_two_more(means).var(ddof=1))
+    variance = float(_with_two_more(means, differences.shape[1]).var(ddof=1))
     repeated = counts > 1
     if not repeated.any():
         return Spread(math.sqrt(variance / n), variance, None, n, 1.0)
@@ -142,9 +144,9 @@ def unseen_share(questions: int) -> float:
     return 1 - 0.05 ** (1 / questions)
 
 
-def _with_two_more(values: Floats) -> Floats:
+def _with_two_more(values: Floats, repeats: int) -> Floats:
     changed = values[values != 0]
-    size = math.sqrt(float((changed**2).mean())) if len(changed) else 1.0
+    size = math.sqrt(float((changed**2).mean())) if len(changed) else 1.0 / repeats
     return np.concatenate([values, [size, -size]])
 
 

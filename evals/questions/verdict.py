@@ -39,13 +39,16 @@ def subject_of(result: QuestionsResult) -> Arm | None:
 def judge(result: QuestionsResult) -> Verdict:
     """The verdict on the subject, and facts about the others, the noise floor, the size of the run and lengths."""
     subject, reference = subject_of(result), result.reference
-    what = f"{'stand-in questions, which are not GPQA' if result.task.stand_in else 'questions of ' + result.task.name}"
+    count = len(result.questions)
+    what = f"{plural(count, 'question')} of {result.task.name}"
+    if result.task.stand_in:
+        what = f"{plural(count, 'stand-in question')}, not GPQA,"
     if subject is None or subject.difference is None or reference is None:
         sentence = f"No verdict on {result.model.name}: this run has no arm to compare with the reference."
         return Verdict(sentence, _facts(result, None), "open")
     difference = subject.difference
     opening = (
-        f"On {plural(len(result.questions), 'question')} ({what}), {result.model.name} with {subject.name} is right in "
+        f"On {what} {result.model.name} with {subject.name} is right in "
         f"{percent(subject.accuracy.mean)} and with an FP32 state in {percent(reference.accuracy.mean)}: "
     )
     found = finding(difference)

@@ -132,7 +132,11 @@ def _axis(result: QuestionsResult) -> float:
     """Where the axis of differences ends on both sides: a round number of points, as a share."""
     reach = [abs(x) for a in result.arms if a.difference for x in (a.difference.mean, *(a.difference.ci95 or ()))]
     largest = max(reach, default=0.0)
-    return next(step for step in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if largest <= step or step == 1.0)
+    return next(
+        step
+        for step in (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0)
+        if largest <= step or step == 1.0
+    )
 
 
 def _axis_labels(result: QuestionsResult) -> str:
