@@ -1,1 +1,1 @@
-"""Other toolkits that quantise, and how a state's policy fits beside them. Each module needs its toolkit installed."""
+"""Other people's toolkits and engines, and how a state's policy fits in. Each module needs its toolkit installed."""

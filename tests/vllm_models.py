@@ -1,0 +1,126 @@
+"""Tiny random models that vLLM's CPU backend can run, written to disk as it reads them.
+
+As in tiny_models.py their decays are drawn as the papers draw them. vLLM's CPU attention wants heads of 32 and more,
+its GDN kernels blocks of 64 or more, and its mixtures of experts are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tiny_models import _initialise_decay
+
+VOCABULARY = 64
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 512,
+}
+_ATTENTION = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+_BAMBA: dict[str, Any] = dict(
+    **_ATTENTION,
+    intermediate_size=48,
+    mamba_n_heads=8,
+    mamba_d_head=16,
+    mamba_n_groups=2,
+    mamba_d_state=32,
+    mamba_chunk_size=16,
+)
+_QWEN: dict[str, Any] = dict(
+    **_ATTENTION,
+    head_dim=32,
+    layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    num_hidden_layers=4,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    intermediate_size=48,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyModel:
+    """``model``: its class in transformers. ``dtype``: vLLM's CPU kernels of GDN take bfloat16 alone."""
+
+    model: str
+    config: str
+    given: dict[str, Any]
+    dtype: str = "float32"
+
+
+MODELS = {
+    "mamba2": TinyModel(
+        "Mamba2ForCausalLM",
+        "Mamba2Config",
+        dict(num_heads=8, head_dim=16, hidden_size=64, state_size=32, num_hidden_layers=2, n_groups=2, chunk_size=16),
+    ),
+    "nemotron_h": TinyModel(
+        "NemotronHForCausalLM",
+        "NemotronHConfig",
+        dict(
+            **_ATTENTION,
+            head_dim=32,
+            layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention", "linear_attention"],
+            intermediate_size=48,
+            ssm_state_size=32,
+            mamba_num_heads=8,
+            mamba_head_dim=16,
+            n_groups=2,
+            chunk_size=16,
+        ),
+    ),
+    "falcon_h1": TinyModel(
+        "FalconH1ForCausalLM", "FalconH1Config", _BAMBA | dict(head_dim=32, mamba_d_ssm=128, num_hidden_layers=2)
+    ),
+    "granitemoehybrid": TinyModel(
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        _BAMBA
+        | dict(
+            num_hidden_layers=3,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            num_local_experts=0,
+            num_experts_per_tok=0,
+            shared_intermediate_size=48,
+        ),
+    ),
+    "qwen3_next": TinyModel(
+        "Qwen3NextForCausalLM",
+        "Qwen3NextConfig",
+        # vLLM looks for a layer with experts, and finds one here.
+        _QWEN
+        | dict(
+            mlp_only_layers=[0, 1, 2],
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+        ),
+        dtype="bfloat16",
+    ),
+    "qwen3_5": TinyModel("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _QWEN, dtype="bfloat16"),
+}
+
+
+def write_model(name: str, folder: Path, *, seed: int = 0) -> Path:
+    """A fresh tiny model in ``folder``/``name``; the same seed gives the same weights."""
+    tiny = MODELS[name]
+    target = folder / name
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(transformers, tiny.model)(getattr(transformers, tiny.config)(**_COMMON | tiny.given))
+        for module in model.modules():
+            if hasattr(module, "A_log") and hasattr(module, "dt_bias"):
+                _initialise_decay(module)
+    model.to(getattr(torch, tiny.dtype)).save_pretrained(target)
+    return target
