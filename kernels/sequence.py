@@ -165,7 +165,8 @@ def verify(
         mixing_of(state)
     run(
         verify_plan_kernel, (1,), find_launch("plan", "", 0, 0, isa_of(slots.device), batch),
-        slots, state.cursor, w.closing, w.row, w.none, w.used, w.verified, w.flushing, w.count, batch, inputs.tokens,
+        slots, state.cursor, w.closing, w.row, w.none, w.used, w.verified, w.flushing, w.count,
+        state.cursor.stride(0), batch, inputs.tokens,
         L=state.policy.window, BP=triton.next_power_of_2(batch), EARLY=early,
     )  # fmt: skip
     window(state, inputs, slots, w, row=w.closing, used=w.none)
@@ -211,7 +212,8 @@ def plan(state: DecodeState, slots: Tensor, w: Workspace) -> None:
     launch = find_launch("plan", "", 0, 0, isa_of(slots.device), batch)
     run(
         plan_kernel, (1,), launch,
-        slots, state.cursor, state.position, w.row, w.used, w.flushing, w.count, batch,
+        slots, state.cursor, state.position, w.row, w.used, w.flushing, w.count,
+        state.cursor.stride(0), state.position.stride(0), batch,
         L=state.policy.window, BP=triton.next_power_of_2(batch),
     )  # fmt: skip
 

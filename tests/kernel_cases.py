@@ -80,6 +80,7 @@ def make_state(family, *, read="nvfp4", window=8, slots=5, dtype=torch.bfloat16,
     state.cursor.copy_(torch.tensor(fills))
     state.ring = {name: padded(ring, 24) for name, ring in state.ring.items()}
     state.checkpoint, state.copy = pad_encoded(state.checkpoint), pad_encoded(state.copy)
+    state.cursor, state.position = (t[:, None].repeat(1, 3)[:, 1] for t in (state.cursor, state.position))
     return state
 
 

@@ -25,7 +25,8 @@ NOTHING = tl.constexpr(-2)
 
 @triton.jit
 def plan_kernel(
-    p_slots, p_cursor, p_position, p_row, p_used, p_list, p_count, B, L: tl.constexpr, BP: tl.constexpr
+    p_slots, p_cursor, p_position, p_row, p_used, p_list, p_count, s_cursor, s_position, B,
+    L: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """One program, for one token a row. ``list``: the rows that flush, ``count`` [1] of them. Cursors and positions
     move on."""
@@ -33,13 +34,16 @@ def plan_kernel(
     m_b = o_b < B
     i_slot = tl.load(p_slots + o_b, mask=m_b, other=-1)
     m_live = i_slot >= 0
-    i_row = tl.load(p_cursor + i_slot, mask=m_live, other=NOTHING)
+    o_slot = i_slot.to(tl.int64)
+    p_cursor += o_slot * s_cursor
+    p_position += o_slot * s_position
+    i_row = tl.load(p_cursor, mask=m_live, other=NOTHING)
     m_flush = m_live & (i_row + 1 >= L)
     b_after = tl.where(m_flush | (m_live == 0), 0, i_row + 1)
     tl.store(p_row + o_b, i_row, mask=m_b)
     tl.store(p_used + o_b, b_after, mask=m_b)
-    tl.store(p_cursor + i_slot, b_after, mask=m_live)
-    tl.store(p_position + i_slot, tl.load(p_position + i_slot, mask=m_live, other=0) + 1, mask=m_live)
+    tl.store(p_cursor, b_after, mask=m_live)
+    tl.store(p_position, tl.load(p_position, mask=m_live, other=0) + 1, mask=m_live)
     b_flush = m_flush.to(tl.int32)
     tl.store(p_list + tl.cumsum(b_flush, axis=0) - 1, o_b, mask=m_flush)
     tl.store(p_count, tl.sum(b_flush, axis=0))
@@ -47,7 +51,7 @@ def plan_kernel(
 
 @triton.jit
 def verify_plan_kernel(
-    p_slots, p_cursor, p_close, p_row, p_none, p_used, p_tokens, p_list, p_count,
+    p_slots, p_cursor, p_close, p_row, p_none, p_used, p_tokens, p_list, p_count, s_cursor,
     B, T, L: tl.constexpr, BP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program, for a certain token and T − 1 drafts a row, as kernels/speculative.py's ``plan``: first the rows
@@ -56,7 +60,8 @@ def verify_plan_kernel(
     o_b = tl.arange(0, BP)
     m_b = o_b < B
     i_slot = tl.load(p_slots + o_b, mask=m_b, other=-1)
-    i_cursor = tl.load(p_cursor + i_slot, mask=i_slot >= 0, other=-1)
+    p_cursor += i_slot.to(tl.int64) * s_cursor
+    i_cursor = tl.load(p_cursor, mask=i_slot >= 0, other=-1)
     m_live = (i_slot >= 0) & (i_cursor >= 0)  # a cursor of −1 waits for its count: nothing more is verified on it
     if EARLY:
         m_close = m_live & (i_cursor + T >= L)
@@ -73,7 +78,7 @@ def verify_plan_kernel(
     tl.store(p_row + o_b, tl.where(m_read, i_row, NOTHING), mask=m_b)
     tl.store(p_used + o_b, tl.where(m_read, b_used, 0), mask=m_b)
     tl.store(p_tokens + o_b, b_tokens, mask=m_b)
-    tl.store(p_cursor + i_slot, i_row, mask=m_close)
+    tl.store(p_cursor, i_row, mask=m_close)
     b_close = m_close.to(tl.int32)
     tl.store(p_list + tl.cumsum(b_close, axis=0) - 1, o_b, mask=m_close)
     tl.store(p_count, tl.sum(b_close, axis=0))
