@@ -62,7 +62,15 @@ MODELS = {
     "mamba2": TinyModel(
         "Mamba2ForCausalLM",
         "Mamba2Config",
-        dict(num_heads=8, head_dim=16, hidden_size=64, state_size=32, num_hidden_layers=2, n_groups=2, chunk_size=16),
+        {
+            "num_heads": 8,
+            "head_dim": 16,
+            "hidden_size": 64,
+            "state_size": 32,
+            "num_hidden_layers": 2,
+            "n_groups": 2,
+            "chunk_size": 16,
+        },
     ),
     "nemotron_h": TinyModel(
         "NemotronHForCausalLM",
@@ -80,32 +88,32 @@ MODELS = {
         ),
     ),
     "falcon_h1": TinyModel(
-        "FalconH1ForCausalLM", "FalconH1Config", _BAMBA | dict(head_dim=32, mamba_d_ssm=128, num_hidden_layers=2)
+        "FalconH1ForCausalLM", "FalconH1Config", _BAMBA | {"head_dim": 32, "mamba_d_ssm": 128, "num_hidden_layers": 2}
     ),
     "granitemoehybrid": TinyModel(
         "GraniteMoeHybridForCausalLM",
         "GraniteMoeHybridConfig",
         _BAMBA
-        | dict(
-            num_hidden_layers=3,
-            layer_types=["linear_attention", "full_attention", "linear_attention"],
-            num_local_experts=0,
-            num_experts_per_tok=0,
-            shared_intermediate_size=48,
-        ),
+        | {
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 48,
+        },
     ),
     "qwen3_next": TinyModel(
         "Qwen3NextForCausalLM",
         "Qwen3NextConfig",
         # vLLM looks for a layer with experts, and finds one here.
         _QWEN
-        | dict(
-            mlp_only_layers=[0, 1, 2],
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            shared_expert_intermediate_size=32,
-        ),
+        | {
+            "mlp_only_layers": [0, 1, 2],
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 32,
+        },
         dtype="bfloat16",
     ),
     "qwen3_5": TinyModel("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _QWEN, dtype="bfloat16"),

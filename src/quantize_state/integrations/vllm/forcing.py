@@ -5,7 +5,7 @@ For an engine in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ KEY = "quantize_state_forced"
 class Forced(LogitsProcessor):
     """Samples the tokens of a request's ``extra_args[KEY]`` = (number, tokens); others are left alone."""
 
-    logits: dict[tuple[int, int], Tensor] = {}
+    logits: ClassVar[dict[tuple[int, int], Tensor]] = {}
     """(number of the request, tokens generated before) → logits [vocabulary], float32."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:

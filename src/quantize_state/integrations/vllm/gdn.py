@@ -10,14 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as qwen
 from vllm.platforms import current_platform
 
-from ...kernels.inputs import TokenInputs
 from .calculators import gdn_spec
+from .gates import gdn_inputs
 from .layer import ReadCopy, ReadCopyLayer, running
 from .plugin import wrap
 from .setup import adopt, bound, spec_for_cpu
@@ -69,15 +68,11 @@ def prefilling(copy: ReadCopy, metadata: Any, first: int) -> Any:
     return copy.prefill(metadata.non_spec_state_indices_tensor[rows], metadata.has_initial_state[rows])
 
 
-def _decode(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, slots: Tensor, out: Tensor
-) -> Tensor:
-    """q, k [B, Hk, K]; v, out [B, H, V]; a, b [B, H], from which decay and gain come in float32."""
+def _decode(given: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, slots: Tensor, out: Tensor) -> None:
+    """q, k [B, Hk, K]; v, out [B, H, V]; the rest by the names that vLLM's functions give them."""
     assert running.layer is not None
-    g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
-    inputs = TokenInputs(q[:, None], k[:, None], v[:, None], beta=b.float().sigmoid()[:, None], g=g[:, None])
+    inputs = gdn_inputs(q, k, v, *(given[name] for name in ("a", "b", "A_log", "dt_bias")))
     running.layer.decode(inputs, slots[: len(q)], out)
-    return out
 
 
 def _packed(original: Callable[..., Any], *args: Any, **given: Any) -> Any:
@@ -91,7 +86,7 @@ def _packed(original: Callable[..., Any], *args: Any, **given: Any) -> Any:
     q, k = (t.unflatten(-1, (spec.key_heads, spec.key_dim)) for t in (q, k))
     v = v.unflatten(-1, (spec.heads, spec.value_dim))
     out, slots = given["out"], given["ssm_state_indices"]
-    _decode(q, k, v, given["a"], given["b"], given["A_log"], given["dt_bias"], slots, out[:, 0])
+    _decode(given, q, k, v, slots, out[:, 0])
     return out, given["initial_state"]
 
 
@@ -101,7 +96,7 @@ def _unpacked(original: Callable[..., Any], *args: Any, **given: Any) -> Any:
         return original(*args, **given)
     q, k, v = (given[name][0] for name in ("q", "k", "v"))
     out = torch.empty_like(v)
-    _decode(q, k, v, given["a"], given["b"], given["A_log"], given["dt_bias"], given["ssm_state_indices"], out)
+    _decode(given, q, k, v, given["ssm_state_indices"], out)
     return out[None], given["initial_state"]
 
 
@@ -111,7 +106,7 @@ def _on_cpu(original: Callable[..., Any], *args: Any, **given: Any) -> Any:
         return original(*args, **given)
     q, k, v = (given[name][0] for name in ("q", "k", "v"))
     out = torch.empty_like(v)
-    _decode(q, k, v, given["a"], given["b"], given["A_log"], given["dt_bias"], given["initial_state_indices"], out)
+    _decode(given, q, k, v, given["initial_state_indices"], out)
     return out[:, None]
 
 

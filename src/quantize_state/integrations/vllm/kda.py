@@ -10,14 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.platforms import current_platform
 
-from ...kernels.inputs import TokenInputs
 from .calculators import kda_spec
+from .gates import kda_inputs
 from .gdn import prefilling
 from .layer import ReadCopyLayer, running
 from .plugin import wrap
@@ -45,36 +44,18 @@ class ReadCopyKimiDeltaAttention(ReadCopyLayer, KimiGatedDeltaNetAttention):
                 super()._forward(*args, **kwargs)
 
 
-def decode_inputs(
-    mixed_qkv: Tensor,
-    raw_g: Tensor,
-    raw_beta: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    lower_bound: float | None,
-    heads: int,
-    head_dim: int,
-) -> TokenInputs:
-    """mixed_qkv [B, 3·H·K]; raw_g [1, B, H, K]; raw_beta [1, B, H]; A_log [H]; dt_bias [H·K].
-
-    The log-decay is −e^A·softplus(g + bias), or with a lower bound (Kimi's safe gate) bound·σ(e^A·(g + bias)).
-    """
-    q, k, v = mixed_qkv.unflatten(-1, (3, heads, head_dim)).unbind(1)
-    biased = raw_g[0].float() + dt_bias.float().view(heads, head_dim)
-    rate = A_log.float().exp()[:, None]
-    g = -rate * F.softplus(biased) if lower_bound is None else lower_bound * torch.sigmoid(rate * biased)
-    return TokenInputs(q[:, None], k[:, None], v[:, None], beta=raw_beta[0].float().sigmoid()[:, None], g=g[:, None])
-
-
 def _packed(original: Callable[..., Any], *args: Any, **given: Any) -> Any:
-    """A batch of decode rows alone. Gives [1, B, H, V] and the pool."""
+    """A batch of decode rows alone: mixed_qkv [B, 3·H·K]; raw_g [1, B, H, K]; raw_beta [1, B, H].
+
+    Gives [1, B, H, V] and the pool.
+    """
     layer = running.layer
     if layer is None:
         return original(*args, **given)
-    spec = layer.spec
-    names = ("mixed_qkv", "raw_g", "raw_beta", "A_log", "dt_bias", "lower_bound")
-    inputs = decode_inputs(*(given[name] for name in names), spec.heads, spec.key_dim)
-    out = torch.empty_like(inputs.v[:, 0], memory_format=torch.contiguous_format)
+    q, k, v = given["mixed_qkv"].unflatten(-1, (3, layer.spec.heads, layer.spec.key_dim)).unbind(1)
+    gates = given["raw_g"][0], given["raw_beta"][0], given["A_log"], given["dt_bias"], given["lower_bound"]
+    inputs = kda_inputs(q, k, v, *gates)
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
     layer.decode(inputs, given["state_indices"], out)
     return out[None], given["initial_state"]
 

@@ -17,7 +17,7 @@ from ...quant.errors import QuantizeStateError
 from ...quant.policy import StatePolicy
 from ...quant.spec import LayerSpec
 from ...quant.state import PADDING, DecodeState
-from .pages import EXTRA_STATES, state_in_pages
+from .pages import state_in_pages
 
 NULL_BLOCK = 0
 """The page that vLLM gives to padded rows; nobody's state."""
@@ -56,13 +56,19 @@ class ReadCopy:
         self._state = state_in_pages(
             self.spec, self.policy, self.name, checkpoint=checkpoint, extra=extra, decay_rate=decay_rate
         )
-        if checkpoint.device.type == "cpu":
-            return
-        if reason := sequence.unsupported(self._state):
-            raise QuantizeStateError(f"layer {self.name!r}, policy {self.policy.name}: {reason}")
-        self._workspace = _shared_workspace(self._state, self._max_rows)
+        if checkpoint.device.type != "cpu":
+            self.use_kernels()
 
-    def decode(self, inputs: TokenInputs, slots: Tensor, out: Tensor, skip: tuple[Tensor, Tensor] | None = None) -> None:
+    def use_kernels(self) -> None:
+        """Decode by the kernels from now on. Raises QuantizeStateError where they can't: what vLLM captures in a CUDA
+        graph must not wait for the device, as the reference does."""
+        if reason := sequence.unsupported(self.state):
+            raise QuantizeStateError(f"layer {self.name!r}, policy {self.policy.name}: {reason}")
+        self._workspace = _shared_workspace(self.state, self._max_rows)
+
+    def decode(
+        self, inputs: TokenInputs, slots: Tensor, out: Tensor, skip: tuple[Tensor, Tensor] | None = None
+    ) -> None:
         """One token for each row, its outputs [B, H, V] into ``out``; ``skip`` as (x [B, H, V], D [H]) adds D·x."""
         state = self.state
         slots = torch.where(slots == NULL_BLOCK, PADDING, slots)

@@ -1,17 +1,16 @@
-"""Mamba-2: vLLM's MambaMixer2 (NemotronH, Mamba2, Bamba, GraniteMoeHybrid, FalconH1, Zamba2) with a read copy."""
+"""Mamba-2: vLLM's MambaMixer2 (NemotronH, Mamba2, GraniteMoeHybrid, FalconH1, Zamba2) with a read copy."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.ops import ssu_dispatch
 
-from ...kernels.inputs import TokenInputs
 from .calculators import mamba2_spec
+from .gates import mamba2_inputs
 from .layer import ReadCopyLayer, running
 from .setup import adopt, bound, spec_for_cpu
 
@@ -51,17 +50,6 @@ class ReadCopyMambaMixer2(ReadCopyLayer, MambaMixer2):
             return super().conv_ssm_forward(projected_states, output)
 
 
-def _decode(
-    x: Tensor, dt: Tensor, B: Tensor, C: Tensor, D: Tensor, dt_bias: Tensor, slots: Tensor, out: Tensor
-) -> None:
-    """x [B, H, V]; dt [B, H, V], D and dt_bias [H, V], all expanded along V; B, C [B, G, K]; slots [B, 1]."""
-    assert running.layer is not None
-    delta = F.softplus(dt[..., 0].float() + dt_bias[:, 0].float())
-    x = x.contiguous()
-    inputs = TokenInputs(q=C[:, None], k=B[:, None], v=x[:, None], beta=delta[:, None])
-    running.layer.decode(inputs, slots[:, 0], out, skip=(x, D[:, 0]))
-
-
 def hook() -> None:
     """Give every backend of the Mamba-2 step a version that hands layers with a read copy to it."""
     for key, backend in list(ssu_dispatch._BACKEND_REGISTRY.items()):
@@ -76,7 +64,9 @@ def _with_read_copies(backend: Any) -> Any:
         ) -> None:  # fmt: skip
             if running.layer is None:
                 return super().__call__(state, x, dt, A, B, C, D, dt_bias, *args, **kwargs)
-            _decode(x, dt, B, C, D, dt_bias, kwargs["state_batch_indices"], kwargs["out"])
+            x = x.contiguous()
+            inputs = mamba2_inputs(x, dt[..., 0], B, C, dt_bias[:, 0])  # expanded along V, all but x
+            running.layer.decode(inputs, kwargs["state_batch_indices"][:, 0], kwargs["out"], skip=(x, D[:, 0]))
 
     return ReadCopyBackend
 

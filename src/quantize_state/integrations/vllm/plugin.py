@@ -15,7 +15,16 @@ from ...quant.errors import QuantizeStateError
 from ...quant.policy import StatePolicy
 from ...quant.recipe import Recipe
 from . import checks
-from .serving import AUTO, check_patterns, check_servable, policies_of, policy_of, read_recipe, recipe_of_model, untouched
+from .serving import (
+    AUTO,
+    check_patterns,
+    check_servable,
+    policies_of,
+    policy_of,
+    read_recipe,
+    recipe_of_model,
+    untouched,
+)
 
 
 class Plugin:

@@ -80,7 +80,7 @@ def check_patterns(recipe: Recipe, prefixes: list[str]) -> None:
 
 
 def _matches(pattern: str, prefix: str, index: int) -> bool:
-    """As in a Recipe, but for what comes before ``layers.``: there vLLM and transformers may call a layer differently."""
+    """As in a Recipe, but before ``layers.``, where vLLM and transformers may call a layer differently, all agree."""
     if pattern == str(index) or fnmatchcase(prefix, pattern):
         return True
     return "layers." in pattern and fnmatchcase(_from_layers(prefix), _from_layers(pattern))
