@@ -85,6 +85,7 @@ MODELS = {
             mamba_head_dim=16,
             n_groups=2,
             chunk_size=16,
+            time_step_min=1e-9,  # below which transformers clamps Δ in prompts, and vLLM does not
         ),
     ),
     "falcon_h1": TinyModel(

@@ -1,0 +1,431 @@
+"""The vLLM plugin in vLLM: engines on a CPU, tiny random models, tokens forced through prefill and decode.
+
+Runs where vLLM is installed (``make test-vllm``); see docs/vllm.md for what only a GPU can show.
+"""
+
+import gc
+import os
+from contextlib import contextmanager
+
+import pytest
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` makes an environment that has it")
+
+import logging
+
+import torch
+import vllm.model_executor.models.registry as registry
+from vllm import LLM
+from vllm_models import MODELS, VOCABULARY, write_model
+
+from quantize_state.integrations.vllm import calculators, checks
+from quantize_state.integrations.vllm.forcing import Forced, forced_logits
+from quantize_state.integrations.vllm.layer import ReadCopy
+from quantize_state.integrations.vllm.plugin import activate, plugin
+from quantize_state.kernels.step import folded
+from quantize_state.quant.errors import QuantizeStateError
+from quantize_state.quant.policy import parse_arm
+
+# A subprocess per architecture, which takes longer than the engine; there is no GPU here to be kept uninitialised.
+registry._run_in_subprocess = lambda function: function()
+
+EXACT = 2e-4
+"""Largest difference of a logit (their standard deviation is about 1.6) between vLLM's FP32 step and an exact copy:
+the same sums in another order, through up to three layers."""
+
+BF16 = 2**-7
+"""One unit in the last place of bfloat16, relative to the largest value: vLLM rounds a step's outputs to it."""
+
+STATE = 2**-8
+"""Relative difference of a state after a step, between vLLM's CPU kernel of GDN and the folded ring: the kernel itself
+is 0.002 away from float64."""
+
+SAME_STORY = 0.05
+"""Relative difference of a mean KL through vLLM and through transformers. The same copies, but for a code here and
+there that a last bit of the checkpoint has tipped."""
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {name: write_model(name, folder) for name in MODELS}
+
+
+@contextmanager
+def engine(path, policy, dtype="float32", **given):
+    """An engine of vLLM under ``policy``, None for vLLM as it is."""
+    activate(policy)
+    options = {
+        "model": str(path),
+        "dtype": dtype,
+        "enforce_eager": True,
+        "max_model_len": 512,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 512,
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+        "async_scheduling": False,
+        "logits_processors": [Forced],
+        "disable_log_stats": True,
+    }
+    llm = LLM(**options | given)
+    try:
+        yield llm
+    finally:
+        activate(None)
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+
+
+def layers_of(llm):
+    context = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    return [layer for layer in context.values() if getattr(layer, "read_copy", None) is not None]
+
+
+def scheduler_of(llm):
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+def texts(*lengths, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randint(2, 48, (n,), generator=rng).tolist() for n in lengths]
+
+
+def largest_difference(found, expected):
+    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+
+
+def mean_kl(reference, other):
+    p, q = (torch.cat(logits).double().log_softmax(-1) for logits in (reference, other))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("name", ["mamba2", "falcon_h1", "granitemoehybrid"])
+def test_an_exact_copy_equals_stock_vllm(models, name, caplog):
+    prompts, tokens = texts(5, 1, 40), texts(45, 30, 20, seed=1)
+    with engine(models[name], None) as llm:
+        assert not layers_of(llm)
+        stock = forced_logits(llm, prompts, tokens)
+    with caplog.at_level(logging.INFO, "vllm.quantize_state"):
+        logging.getLogger("vllm.quantize_state").addHandler(caplog.handler)
+        with engine(models[name], "decoupled-fp32") as llm:
+            assert len(layers_of(llm)) == 2
+            exact = forced_logits(llm, prompts, tokens)
+    assert largest_difference(exact, stock) < EXACT
+    assert "decoupled-fp32 for 2 layers by the torch reference" in caplog.text
+    assert ".mixer" in caplog.text
+
+
+# --- what a scheduler does -------------------------------------------------------------------------------------------
+
+
+class Seen:
+    """What happened to read copies while an engine ran."""
+
+    def __init__(self, monkeypatch, llm):
+        self.mixed = self.folded = self.preempted = self.last_chunks = self.padded_or_fresh = 0
+        self.pages, self.prefilled = set(), 0
+        scheduler, seen = scheduler_of(llm), self
+        prefill, fold_rings, decode = ReadCopy.prefill, ReadCopy._fold_rings, ReadCopy.decode
+        preempt, schedule = scheduler._preempt_request, scheduler.schedule
+        rows = {"prefill": 0}
+
+        @contextmanager
+        def counted_prefill(copy, slots, has_state, also=None):
+            rows["prefill"] = slots.numel()
+            seen.prefilled += slots.numel()
+            seen.pages |= {(copy.name, int(slot)) for slot in slots}
+            with prefill(copy, slots, has_state, also):
+                yield
+
+        def counted_decode(copy, inputs, slots, out, **given):
+            seen.mixed += bool(rows["prefill"])
+            decode(copy, inputs, slots, out, **given)
+
+        def counted_fold(copy, slots):
+            seen.folded += int((copy.state.cursor[slots] > 0).sum())
+            fold_rings(copy, slots)
+
+        def counted_preempt(*args, **kwargs):
+            seen.preempted += 1
+            return preempt(*args, **kwargs)
+
+        def watched_schedule(*args, **kwargs):
+            before = {key: request.num_computed_tokens for key, request in scheduler.requests.items()}
+            output = schedule(*args, **kwargs)
+            for key, count in output.num_scheduled_tokens.items():
+                prompt = scheduler.requests[key].num_prompt_tokens
+                seen.last_chunks += count == 1 and prompt > 1 and before.get(key) == prompt - 1
+            return output
+
+        monkeypatch.setattr(ReadCopy, "prefill", counted_prefill)
+        monkeypatch.setattr(ReadCopy, "decode", counted_decode)
+        monkeypatch.setattr(ReadCopy, "_fold_rings", counted_fold)
+        monkeypatch.setattr(scheduler, "_preempt_request", counted_preempt)
+        monkeypatch.setattr(scheduler, "schedule", watched_schedule)
+
+
+PROMPTS = texts(33, 17, 1, 220, 240, 235, 5, 64, 2)
+FORCED = texts(40, 30, 50, 60, 30, 40, 45, 30, 20, seed=1)
+"""Some prompts end in one block of 256 tokens and their requests in the next."""
+
+
+@pytest.fixture(scope="module")
+def calm(models):
+    """Stock vLLM's logits of PROMPTS and FORCED, every prompt in one piece; and of a long request."""
+    with engine(models["nemotron_h"], None) as llm:
+        return forced_logits(llm, PROMPTS, FORCED)
+
+
+def test_chunks_slot_reuse_preemption_and_mixed_batches(models, calm, monkeypatch):
+    """Prompts in chunks of a few tokens beside decode rows, three requests at a time, in 12 pages."""
+    crowded = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "num_gpu_blocks_override": 13}
+    with engine(models["nemotron_h"], "decoupled-fp32", **crowded) as llm:
+        seen = Seen(monkeypatch, llm)
+        memory = {layer.read_copy.state.cursor.untyped_storage().data_ptr() for layer in layers_of(llm)}
+        found = forced_logits(llm, PROMPTS, FORCED)
+        first, _second, _third = layers_of(llm)
+        assert (first.kv_cache[1][0] == 0).all(), "the null block was written"
+    assert largest_difference(found, calm) < EXACT
+    assert len(memory) == 1, "layers no longer share one tensor, which this test is about"
+    assert seen.preempted > 0 and seen.mixed > 100 and seen.last_chunks > 0
+    assert seen.prefilled > len(seen.pages), "no page was used again"
+    assert seen.folded == 0  # a prompt's chunks follow each other: none finds a ring
+
+
+def test_a_recipe_with_an_untouched_layer(models, calm):
+    """Layer 0 stays vLLM's own, in pages that are as large as the others'."""
+    recipe = {"default": "decoupled-fp32", "layers": {"0": "reference", "*layers.4.*": "decoupled-fp32-w5"}}
+    from quantize_state.quant.recipe import Recipe
+
+    with engine(models["nemotron_h"], Recipe.from_dict(recipe)) as llm:
+        assert [layer.read_copy.policy.window for layer in layers_of(llm)] == [16, 5]
+        assert [layer.prefix for layer in layers_of(llm)] == ["model.layers.3.mixer", "model.layers.4.mixer"]
+        found = forced_logits(llm, PROMPTS[:4], FORCED[:4])
+    assert largest_difference(found, calm[:4]) < EXACT
+
+
+def test_prefix_caching_takes_a_ring_along(models, monkeypatch):
+    """A block that a request completed while decoding is found by another: its state is checkpoint and ring."""
+    # By default vLLM keeps the states at the ends of prompts alone; None keeps all.
+    cached = {"enable_prefix_caching": True, "prefix_cache_retention_interval": None, "max_num_batched_tokens": 96}
+    with engine(models["nemotron_h"], "decoupled-fp32", **cached) as llm:
+        block = llm.llm_engine.vllm_config.cache_config.block_size
+        (prompt,), (tokens,) = texts(block - 42), texts(130, seed=5)
+        seen = Seen(monkeypatch, llm)
+        first = forced_logits(llm, [prompt], [tokens])
+        assert seen.folded == 0
+        again = forced_logits(llm, [prompt + tokens[:70]], [tokens[70:]])
+        rings = seen.folded
+        computed = seen.prefilled
+        # A prompt whose first block was filled by prefill; and both cached blocks again, side by side.
+        (other,) = texts(block + 30, seed=6)
+        alone = forced_logits(llm, [other], [tokens[:20]])
+        both = forced_logits(llm, [other, prompt + tokens[:70]], [tokens[:20], tokens[70:90]])
+    assert rings == 3, "no ring was found in a cached block, in each of the three layers"
+    assert computed < 3 * 8, "the second request was prefilled from its beginning"
+    with engine(models["nemotron_h"], None) as llm:
+        stock, other_stock = forced_logits(llm, [prompt, other], [tokens, tokens[:20]])
+    assert largest_difference(first, [stock]) < EXACT
+    assert largest_difference(again, [stock[70:]]) < EXACT
+    assert largest_difference([alone[0], both[0]], [other_stock, other_stock]) < EXACT
+    assert largest_difference(both[1:], [stock[70:90]]) < EXACT
+
+
+# --- what the copy does ----------------------------------------------------------------------------------------------
+
+
+def test_isolation(models, monkeypatch):
+    """Whatever is in the copy of the first layer, its checkpoints stay the same to the bit."""
+    decode = ReadCopy.decode
+    runs = []
+    for garbage in (False, True):
+        checkpoints, outputs = [], []
+
+        def spoiled(copy, inputs, slots, out, _garbage=garbage, _kept=checkpoints, _out=outputs, **given):
+            first = copy.name == "model.layers.0.mixer"
+            if first and _garbage:
+                # Digits alone: with scales of NaN the layers after this one would have nothing to compute with.
+                rng = torch.Generator().manual_seed(len(_kept))
+                shape = copy.state.copy.codes[slots].shape
+                copy.state.copy.codes[slots] = torch.randint(0, 256, shape, dtype=torch.uint8, generator=rng)
+            decode(copy, inputs, slots, out, **given)
+            if first:
+                _kept.append(copy.state.checkpoint.codes[slots].clone())
+                _out.append(out.clone())
+
+        with monkeypatch.context() as patch, engine(models["nemotron_h"], "decoupled-nvfp4") as llm:
+            patch.setattr(ReadCopy, "decode", spoiled)
+            forced_logits(llm, PROMPTS[:3], FORCED[:3])
+        runs.append((checkpoints, outputs))
+    (checkpoints, outputs), (others, spoiled_outputs) = runs
+    assert len(checkpoints) == len(others) > 40
+    assert all(torch.equal(a, b) for a, b in zip(checkpoints, others, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(outputs, spoiled_outputs, strict=True))
+
+
+def through_transformers(path, arm, prompts, tokens, dtype=torch.float32):
+    """The same logits by an attached model of transformers: prompts exactly, then decode."""
+    import transformers
+
+    from quantize_state import attach
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    logits = []
+    with torch.no_grad(), attach(model, arm) as handle:
+        for prompt, known in zip(prompts, tokens, strict=True):
+            out = model(torch.tensor([prompt]), use_cache=True)
+            rows, cache = [out.logits[:, -1:]], out.past_key_values
+            for token in known[:-1]:
+                out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+                rows.append(out.logits)
+            logits.append(torch.cat(rows, dim=1)[0].float())
+        handle.teacher_forced = False
+    return logits
+
+
+def test_the_same_kl_through_vllm_and_through_transformers(models, calm):
+    path, prompts, tokens = models["nemotron_h"], PROMPTS[:6], FORCED[:6]
+    reference = through_transformers(path, "reference", prompts, tokens)
+    assert largest_difference(calm[:6], reference) < EXACT
+    kl = {}
+    for arm in ("decoupled-nvfp4", "decoupled-fp8"):
+        with engine(path, arm) as llm:
+            kl[arm] = mean_kl(calm[:6], forced_logits(llm, prompts, tokens))
+        other = mean_kl(reference, through_transformers(path, arm, prompts, tokens))
+        assert kl[arm] == pytest.approx(other, rel=SAME_STORY), arm
+    assert 3e-6 < kl["decoupled-fp8"] < kl["decoupled-nvfp4"] / 3 < 0.01
+
+
+def test_gdn_steps_as_vllms_kernel_does(models, monkeypatch):
+    """Every decode step of every layer again by vLLM's CPU kernel, on the folded state, which it keeps as [K, V]."""
+    import vllm._custom_ops as ops
+
+    ours = ops.fused_sigmoid_gating_delta_rule_update_cpu
+    kernel = ours.__wrapped__
+    from quantize_state.integrations.vllm.layer import running
+
+    compared = []
+
+    def both(**given):
+        state, slots = running.layer.state, given["initial_state_indices"].long()
+        pool = folded(state, slots).mT.contiguous()
+        found = ours(**given)
+        rows = torch.arange(len(slots), dtype=torch.int32)
+        expected = kernel(**given | {"initial_state_source": pool, "initial_state_indices": rows})
+        output = (found.flatten() - expected.flatten()).abs().max() / expected.abs().max()
+        after = folded(state, slots)
+        compared.append((float(output), float((after - pool.mT).norm() / pool.norm())))
+        return found
+
+    with engine(models["qwen3_next"], "decoupled-fp32-w5", "bfloat16", max_num_batched_tokens=32) as llm:
+        monkeypatch.setattr(ops, "fused_sigmoid_gating_delta_rule_update_cpu", both)
+        seen = Seen(monkeypatch, llm)
+        forced_logits(llm, PROMPTS[:4], [known[:20] for known in FORCED[:4]])
+        assert llm.llm_engine.vllm_config.model_config.architecture == "Qwen3NextForCausalLM"
+    output, state = (max(column) for column in zip(*compared, strict=True))
+    assert len(compared) > 60 and seen.mixed > 0
+    assert output < BF16 and state < STATE
+
+
+# --- what is refused, and the size of pages --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"use_replayssm": True}, "--use-replayssm keeps a ring of its own"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative decoding"),
+    ],
+)
+def test_flags_that_do_not_go_together(models, given, message):
+    from vllm import EngineArgs
+
+    activate("decoupled-nvfp4")
+    try:
+        with pytest.raises(Exception, match=message):
+            EngineArgs(model=str(models["mamba2"]), skip_tokenizer_init=True, **given).create_engine_config()
+    finally:
+        activate(None)
+
+
+def test_layers_that_no_policy_reaches():
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum as Kind
+
+    unknown = type("JambaMixer", (), {"prefix": "model.layers.1.mamba", "mamba_type": Kind.MAMBA1})()
+    with pytest.raises(QuantizeStateError, match=r"model\.layers\.1\.mamba.*JambaMixer.*MambaMixer2"):
+        checks.check_layer(unknown)
+    checks.check_layer(type("ShortConv", (), {"mamba_type": Kind.SHORT_CONV})())
+
+
+def test_other_versions_of_vllm(monkeypatch):
+    import vllm
+
+    for version in ("0.31.2", "0.33.0", "1.32.0"):
+        monkeypatch.setattr(vllm, "__version__", version)
+        with pytest.raises(QuantizeStateError, match=f"this is {version}"):
+            activate("decoupled-nvfp4")
+    for version in ("0.32.0", "0.32.1", "0.32.0+cpu"):
+        monkeypatch.setattr(vllm, "__version__", version)
+        checks.check_version()
+
+
+def test_a_recipe_that_names_no_layer(models):
+    from quantize_state.quant.recipe import Recipe
+
+    recipe = Recipe.from_dict({"default": "decoupled-fp8", "layers": {"*layers.9.*": "decoupled-nvfp4"}})
+    with pytest.raises(QuantizeStateError, match=r"'\*layers\.9\.\*' of the recipe"), engine(models["mamba2"], recipe):
+        pass
+
+
+def test_vllm_finds_the_plugin():
+    from importlib.metadata import entry_points
+
+    (found,) = (e for e in entry_points(group="vllm.general_plugins") if e.name == "quantize_state")
+    assert found.value == "quantize_state.integrations.vllm:register"
+    found.load()
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_pages_of_tensor_parallel_ranks(tp):
+    """A rank's page is that of a model with its share of the heads, for each family."""
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateCopyFuncCalculator as Copies
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateDtypeCalculator as Dtypes
+    from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator as Shapes
+
+    activate("decoupled-nvfp4")
+    try:
+        sizes = {"intermediate_size": 1024, "head_dim": 64, "state_size": 128, "conv_kernel": 4}
+        whole = Shapes.mamba2_state_shape(tp_world_size=tp, n_groups=2, num_heads=16, **sizes)
+        groups = max(2 // tp, 1)  # four ranks share two groups: each rank has a copy of one
+        share = Shapes.mamba2_state_shape(
+            tp_world_size=1, n_groups=groups, num_heads=16 // tp, **sizes | {"intermediate_size": 1024 // tp}
+        )
+        assert whole[1:] == share[1:] and whole[1] == (16 // tp, 64, 128)
+        assert whole[2:4] == ((16, 16 // tp, 64), (16, groups, 128))
+        gdn = Shapes.gated_delta_net_state_shape(tp, 4, 8, 128, 128, 4)
+        assert gdn[1:] == Shapes.gated_delta_net_state_shape(1, 4 // tp, 8 // tp, 128, 128, 4)[1:]
+        kda = Shapes.kda_state_shape(tp, 4, 128)
+        assert kda[1:] == Shapes.kda_state_shape(1, 4 // tp, 128)[1:]
+        dtypes = Dtypes.gated_delta_net_state_dtype("bfloat16", "auto", "bfloat16")
+        assert dtypes == (torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16, torch.uint8)
+        assert len(whole) == len(gdn) == len(kda) == len(dtypes) == len(Copies.kda_state_copy_func()) == 5
+        spec = calculators.mamba2_spec(tp_world_size=tp, n_groups=2, num_heads=16, **sizes)
+        policy = parse_arm("decoupled-nvfp4")
+        codes = spec.elements // 2 + spec.elements // 16  # E2M1 codes and E4M3 scales
+        assert whole[4][0] >= codes + 16 * spec.heads * 4 and plugin.policies == (policy,)
+    finally:
+        activate(None)
+    assert len(Shapes.kda_state_shape(tp, 4, 128)) == 2
+
+
+def test_the_vocabulary_is_small_enough_for_forced_tokens():
+    assert max(max(text) for text in PROMPTS + FORCED) < VOCABULARY
