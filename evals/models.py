@@ -104,7 +104,8 @@ def meta_model(name: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def resolve_source(name: str) -> str:
-    """Where a model lies: the directory of an embedded one, a directory as it is, or a hub id."""
+    """Where a model lies: the directory of an embedded one, a directory as it is, or a hub id. Raises
+    InvalidValueError where there is none."""
     if name in EMBEDDED:
         return str(embedded_path(name))
     path = Path(name)

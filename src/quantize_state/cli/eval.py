@@ -43,9 +43,10 @@ def add_parser(subparsers) -> None:
     parser.add_argument("--window", type=int, default=16, metavar="L", help="tokens per flush (default: 16)")
     parser.add_argument(
         "--engine",
-        choices=("scan", "step"),
+        choices=("scan", "step", "vllm"),
         default="scan",
-        help="scan: whole windows at once; step: token by token, as decode",
+        help="scan: whole windows at once; step: token by token, as decode; vllm: through vLLM's decode path, beside "
+        "transformers' (docs/vllm.md)",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="of the text spans, sampling, rounding and bootstrap (default: 0)"
@@ -78,6 +79,9 @@ def run(args: argparse.Namespace) -> int:
         own = required_recipe(source) if args.recipe == "auto" else resolve_recipe(source)
         if own is not None:
             arms["recipe:model"] = own
+
+    if args.engine == "vllm":
+        return _through_vllm(args, arms)
 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -126,4 +130,50 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_table(result)
         print("", stored, *reports, sep="\n")
+    return 0
+
+
+def _through_vllm(args: argparse.Namespace, arms: dict[str, Any]) -> int:
+    import importlib.util
+    import json
+
+    from ..quant.errors import InvalidValueError
+
+    if importlib.util.find_spec("vllm") is None:
+        raise InvalidValueError("--engine vllm needs vLLM; `pip install quantize-state[vllm]` brings it")
+    if args.generate:
+        raise InvalidValueError("--generate goes with the engines scan and step; --engine vllm runs on the text")
+    from rich.console import Console
+
+    from ..evals.records import write_atomic
+    from ..evals.rundir import fresh_folder
+    from ..integrations.vllm.compare import compare, print_comparison
+
+    quiet_transformers()
+    errors = Console(stderr=True)
+    if args.arms is None:
+        arms = {name: policy for name, policy in arms.items() if not name.startswith(("coupled", "reference"))}
+    with errors.status("") as status:
+        result = compare(
+            args.model,
+            arms,
+            text=args.text,
+            tokens=args.tokens,
+            sequences=args.sequences,
+            window=args.window,
+            seed=args.seed,
+            device=args.device,
+            dtype=args.dtype,
+            trust_remote_code=args.trust_remote_code,
+            progress=status.update,
+        )
+    out = Path(args.out) if args.out is not None else fresh_folder(args.model)
+    out.mkdir(parents=True, exist_ok=True)
+    stored = out / "vllm.json"
+    write_atomic(stored, json.dumps(result, indent=2) + "\n", overwrite=False)
+    if args.json:
+        print(stored.read_text(encoding="utf-8"), end="")
+    else:
+        print_comparison(result)
+        print("", stored, sep="\n")
     return 0
