@@ -149,6 +149,10 @@ def _through_vllm(args: argparse.Namespace, arms: dict[str, Any]) -> int:
     from ..evals.rundir import fresh_folder
     from ..integrations.vllm.compare import compare, print_comparison
 
+    out = Path(args.out) if args.out is not None else fresh_folder(args.model)
+    stored = out / "vllm.json"
+    if stored.exists():
+        raise InvalidValueError(f"{stored} exists and is never overwritten; choose another place")
     quiet_transformers()
     errors = Console(stderr=True)
     if args.arms is None:
@@ -167,9 +171,7 @@ def _through_vllm(args: argparse.Namespace, arms: dict[str, Any]) -> int:
             trust_remote_code=args.trust_remote_code,
             progress=status.update,
         )
-    out = Path(args.out) if args.out is not None else fresh_folder(args.model)
     out.mkdir(parents=True, exist_ok=True)
-    stored = out / "vllm.json"
     write_atomic(stored, json.dumps(result, indent=2) + "\n", overwrite=False)
     if args.json:
         print(stored.read_text(encoding="utf-8"), end="")

@@ -36,7 +36,7 @@ def recipe_of_model(model: str) -> Recipe:
 def check_servable(recipe: Recipe, where: str) -> Recipe:
     """``recipe``, if vLLM's pages can hold what its policies keep. Raises InvalidValueError naming what they can't."""
     for policy in policies_of(recipe):
-        name = f"policy {policy.name} of {where!r}"
+        name = f"policy {policy.name}" + ("" if policy.name == where else f" of {where!r}")
         if FORMATS[policy.checkpoint].scaling is not None:
             raise InvalidValueError(
                 f"{name} has a {policy.checkpoint} checkpoint; vLLM's prefill reads and writes the checkpoint as plain "
