@@ -166,7 +166,8 @@ def test_prefill_sees_the_ring_and_leaves_it_empty(arm):
         decode(copy, random_inputs(copy.spec, 2, 1, seed=t, dtype=torch.float32), [1, 2])
     whole, kept = (folded(copy.state, torch.tensor([page])) for page in (1, 2))
     states = start(copy.spec, 2, seed=9)
-    # Page 3 is new; page 1 goes on.
+    # Page 3 is new, and what lies in it looks like a ring; page 1 goes on.
+    copy.state.cursor[3] = 7
     seen = enter(copy, [3, 1], states, has_state=[False, True])
     exact = copy.policy.checkpoint == "fp32"
     assert torch.equal(seen[1], whole[0] if exact else whole[0].bfloat16().float())
