@@ -22,6 +22,7 @@ from quantize_state.integrations.vllm.pages import (
 from quantize_state.kernels.device.targets import INTERPRET
 from quantize_state.kernels.step import folded, step
 from quantize_state.quant.errors import InvalidValueError, NonFiniteStateError, QuantizeStateError
+from quantize_state.quant.model_recipe import ModelRecipe
 from quantize_state.quant.policy import StatePolicy, parse_arm
 from quantize_state.quant.recipe import Recipe
 from quantize_state.quant.state import DecodeState
@@ -365,9 +366,10 @@ def test_recipes_from_files_and_model_directories(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("version: 1\ndefault: decoupled-fp8\n")
     assert serving.read_recipe(str(file)).default.read == "fp8_e4m3"
-    with pytest.raises(InvalidValueError, match=r"no quantize_state\.yaml"):
+    with pytest.raises(InvalidValueError, match=r"no state_quant_config\.json"):
         serving.recipe_of_model(str(tmp_path))
-    file.rename(tmp_path / "quantize_state.yaml")
+    (tmp_path / "config.json").write_text("{}")
+    ModelRecipe(Recipe.from_yaml(file), {}).write(tmp_path)
     assert serving.recipe_of_model(str(tmp_path)).default.read == "fp8_e4m3"
 
 

@@ -2,7 +2,7 @@
 
 vLLM's page of a layer holds its convolution state and its recurrent state. Behind them the plugin puts three more
 tensors: the ring's values, its keys, and one of bytes for everything else (gains, log-decays, cursor, position,
-codes and scales of the copy). All are part of the page, so they are copied, reused and freed with it.
+codes and scales of the copy, and what the kernels keep of the delta rule between tokens). All are part of the page, so they are copied, reused and freed with it.
 
 Pages of all layers are alike, also where a recipe gives them different policies: each of the three is as large as the
 largest layer's.
@@ -59,6 +59,8 @@ def parts(spec: LayerSpec, policy: StatePolicy) -> tuple[Part, ...]:
     tensors |= {"cursor": state.cursor, "position": state.position}
     if state.copy is not None:
         tensors |= {f"copy.{name}": t for name, t in state.copy.tensors().items()}
+    if spec.rules.delta_rule:
+        tensors["mix"] = torch.zeros(1, spec.heads, policy.window, policy.window)
     found, offset = [], 0
     for name, tensor in tensors.items():
         found.append(Part(name, offset, tuple(tensor.shape[1:]), tensor.dtype))
@@ -125,6 +127,7 @@ def state_in_pages(
         cursor=found["cursor"],
         position=found["position"],
         decay_rate=decay_rate,
+        mix=found.get("mix"),
     )
 
 

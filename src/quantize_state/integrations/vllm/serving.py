@@ -7,11 +7,11 @@ from pathlib import Path
 
 from ...quant.errors import InvalidValueError
 from ...quant.formats import FORMATS
+from ...quant.model_recipe import FILE_NAME, ModelRecipe
 from ...quant.policy import StatePolicy
 from ...quant.recipe import Recipe
 
 AUTO = "auto"
-MODEL_RECIPE = "quantize_state.yaml"
 
 
 def read_recipe(asked: str) -> Recipe:
@@ -23,14 +23,17 @@ def read_recipe(asked: str) -> Recipe:
 
 
 def recipe_of_model(model: str) -> Recipe:
-    """The recipe in the directory of a model. Raises InvalidValueError where there is none."""
-    file = Path(model) / MODEL_RECIPE
+    """The recipe that ``quantize-state export-recipe`` put into the directory of a model.
+
+    Raises InvalidValueError where there is none, FileFormatError where it is damaged.
+    """
+    file = Path(model) / FILE_NAME
     if not file.is_file():
         raise InvalidValueError(
-            f"QUANTIZE_STATE_POLICY=auto, and there is no {MODEL_RECIPE} in {model}; put the recipe there, or set the "
-            "variable to a recipe file or an arm name"
+            f"QUANTIZE_STATE_POLICY=auto, and there is no {FILE_NAME} in {model}; write it by `quantize-state "
+            "export-recipe`, or set the variable to a recipe file or an arm name"
         )
-    return check_servable(Recipe.from_yaml(file), str(file))
+    return check_servable(ModelRecipe.read(file).recipe, str(file))
 
 
 def check_servable(recipe: Recipe, where: str) -> Recipe:
