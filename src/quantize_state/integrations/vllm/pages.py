@@ -1,8 +1,9 @@
 """Where the parts of a DecodeState lie in a page of vLLM's state pool.
 
 vLLM's page of a layer holds its convolution state and its recurrent state. Behind them the plugin puts three more
-tensors: the ring's values, its keys, and one of bytes for everything else (gains, log-decays, cursor, position,
-codes and scales of the copy, and what the kernels keep of the delta rule between tokens). All are part of the page, so they are copied, reused and freed with it.
+tensors: the ring's values, its keys, and one of bytes for everything else (gains, log-decays, cursor, position, codes
+and scales of the copy, and what the kernels keep of the delta rule between tokens). All are part of the page, so they
+are copied, reused and freed with it.
 
 Pages of all layers are alike, also where a recipe gives them different policies: each of the three is as large as the
 largest layer's.
