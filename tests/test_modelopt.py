@@ -119,7 +119,10 @@ def test_what_a_state_has_not_is_named(cfg, says):
 def test_weights_and_states_in_one_call(name, preset):
     """ModelOpt's weight presets, NVFP4 too, run on a CPU with the states' entries; nothing of it changes the states."""
     ids = tokens(2, 12)
+    before = copy.deepcopy(getattr(mtq, preset))
     config = ours.on_any_device(getattr(mtq, preset))
+    assert getattr(mtq, preset) == before, "the preset itself is left alone"
+    assert (config != before) == ("NVFP4" in preset)
     model = quantize(build(name), state(ours.NVFP4), config=config, forward=lambda m: m(ids))
     plain = quantize(build(name), config=config, forward=lambda m: m(ids))
     names = [layer.name for layer in find_layers(model)]
@@ -157,6 +160,10 @@ def test_nvfp4_on_a_cpu_is_modelopts_own_real_quantisation():
     assert x.abs().max() > amax, "some of it must saturate"
     got = linear.input_quantizer(x)
     assert torch.equal(got.view(15, -1), theirs(x.view(15, -1).clamp(-amax, amax), amax))
+    small = x[:1] / 50
+    assert small.abs().max() < amax / 2, "the calibrated scale counts, not that of these values"
+    assert torch.equal(linear.input_quantizer(small)[0], theirs(small[0], amax))
+    assert not torch.equal(linear.input_quantizer(small)[0], fake_quantize(small[0], "nvfp4"))
     half = linear.input_quantizer(x.to(torch.bfloat16))
     assert half.dtype == torch.bfloat16 and half.shape == x.shape
 
@@ -214,6 +221,19 @@ def test_policies_survive_modelopts_save_and_restore(tmp_path):
     assert (
         resolve_recipe(restored).for_layers([layer.name for layer in find_layers(restored)])[0].rotation == "hadamard"
     )
+
+
+def test_what_modelopt_took_for_attention_becomes_ours():
+    """Its plugin registers KDA, whose class is called Attention, whenever it runs before ours."""
+    from modelopt.torch.quantization.plugins.huggingface import _QuantAttention
+
+    kind = type(find_layers(build("kimi_linear"))[0].module)
+    registry = ours.QuantModuleRegistry
+    if kind in registry:
+        registry.unregister(kind)
+    mtq.register(original_cls=kind, quantized_cls=_QuantAttention)
+    model = quantize(build("kimi_linear"), state(ours.NVFP4))
+    assert {policy.read for policy in resolve_recipe(model).layers.values()} == {"nvfp4"}
 
 
 @pytest.mark.filterwarnings("ignore")
