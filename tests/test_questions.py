@@ -94,6 +94,9 @@ def test_columns_of_numbers_are_text(tmp_path, attached, loaded):
         assert [row["Correct Answer"] for row in read] == ["20", "22", "24"], name
         assert all(type(value) is str for row in read for value in row.values())
         assert read[0]["Incorrect Answer 2"] == "0.001"
+    (tmp_path / "e.jsonl").write_text(json.dumps(numbers[0]).replace("0.001", "1e-3").replace("7.5", "7.50"))
+    literal = read_questions(tmp_path / "e.jsonl")[0]
+    assert (literal["Incorrect Answer 2"], literal["Incorrect Answer 3"]) == ("1e-3", "7.50")
     lm = PairedLM(attached, loaded.tokenizer, batch_size=1)
     assert "(A) " in h.load_task(COT, lm, rows=read, cap=4).questions[0].prompt
 
@@ -260,6 +263,18 @@ def test_scores_are_those_of_lm_eval_itself(loaded, tmp_path):
         assert sum(expected.values()) > 0, "a score of zero throughout would agree with anything"
 
 
+def test_each_response_is_scored_on_its_own(attached, loaded):
+    """lm-eval's filters end in take_first: given all repeats at once, they would score the first one each time."""
+    lm = PairedLM(attached, loaded.tokenizer, batch_size=1)
+    made = h.load_task(COT, lm, rows=short(1), cap=1)
+    (question,) = made.questions
+    wrong = next(f"({letter})" for letter in "ABCD" if f"({letter})" != question.target)
+    for response, score, answer in ((question.target, 1.0, question.target), (wrong, 0.0, wrong), ("hm", 0.0, None)):
+        scored = made.score(question, [f"so it is {response}"])
+        assert (scored.score, scored.answer) == (score, answer)
+        assert set(scored.metrics) == {"strict-match/exact_match", "flexible-extract/exact_match"}
+
+
 def test_options_are_read_as_decode_reads_them(loaded, tmp_path):
     """A prompt that is prefilled exactly would give every arm the same log-likelihoods."""
     seen = {}
@@ -360,6 +375,7 @@ def test_a_finished_run_takes_in_arms_questions_and_repeats(loaded, tmp_path):
     assert (tmp_path / "arms" / "rank-0.jsonl").read_bytes().startswith(lines)
     assert [arm.accuracy.answers for arm in more.arms] == [6, 6] and more.status == "complete"
     assert more.arm("reference").repeats[0].answers.startswith(first.arm("reference").repeats[0].answers)
+    assert len((tmp_path / "arms" / "rank-0.jsonl").read_bytes().splitlines()) == 12, "nothing was asked twice"
     partial = asked(loaded, tmp_path, ["reference"], limit=1, **plan)
     assert [arm.name for arm in partial.arms] == ["reference", "replay-fp32"], "nothing is lost by asking less"
     with pytest.raises(QuantizeStateError, match="another configuration"):

@@ -156,6 +156,10 @@ def test_flips_are_those_of_the_answers(result):
     rows = flip_rows(of(("reference", "AAAAABBBBB"), ("decoupled-nvfp4", "AAB-AABCBB"), ("coupled-nvfp4", "A" * 10)))
     assert len(rows) == 7 and rows[0]["changed"] >= rows[-1]["changed"]
     assert {tuple(a["text"] for c in row["cells"] for a in c["answers"]) for row in rows} >= {("A", "–", "A")}
+    assert all(a["right"] == (a["text"] == "A") for row in rows for c in row["cells"] for a in c["answers"])
+    for row in rows:
+        own, *others = row["cells"]
+        assert all(c["flipped"] == (c["answers"][0]["right"] != own["answers"][0]["right"]) for c in others)
     shown = {row["name"]: row for row in arm_rows(result)}
     assert shown["reference"]["difference"] == "" and shown[RESEEDED]["policy"].startswith("the reference with other")
     for row in shown.values():
@@ -168,11 +172,12 @@ def test_reports_show_the_numbers_and_escape_what_others_named(result):
     for row in arm_rows(result):
         assert row["accuracy"] in page and row["accuracy"] in text
         assert row["span"] in page and row["span"] in text
+    recipe = Policy("fp32", "nvfp4", 16, recipe=HOSTILE)
     hostile = dataclasses.replace(
         result,
         model=dataclasses.replace(result.model, name=HOSTILE),
         task=dataclasses.replace(result.task, name=HOSTILE, source=HOSTILE, filter=HOSTILE, metric=HOSTILE),
-        arms=[dataclasses.replace(a, name=a.name if a.name == "reference" else HOSTILE + a.name) for a in result.arms],
+        arms=[result.arms[0], *(dataclasses.replace(a, name=HOSTILE + a.name, policy=recipe) for a in result.arms[1:])],
         runs=[dataclasses.replace(result.runs[0], command=HOSTILE)],
         questions=[dataclasses.replace(question, target=HOSTILE) for question in result.questions],
     )
