@@ -15,7 +15,7 @@ from ..quant.packed import CAPTURE_SCHEMA
 from ..quant.policy import StatePolicy
 from ..quant.tensorfile import Slot, TensorWriter, writing
 from . import provenance
-from .models import LoadedModel
+from .models import LoadedModel, input_device
 from .rollout import Rollout, chunks
 from .text import load_text, tokenise
 
@@ -43,7 +43,7 @@ def capture(
     source = load_text(text)
     count = tokens // every
     ids = torch.tensor(tokenise(loaded.tokenizer, source.text, count * every + 1, sequences, seed))
-    ids = ids.to(loaded.model.device)
+    ids = ids.to(input_device(loaded.model))
     with attach(loaded.model, "reference") as handle:
         # A short run of its own says which layers there are and what their states look like.
         probe = Rollout(handle, StatePolicy(window=1))

@@ -9,7 +9,7 @@ What the prediction leaves out is what errors of earlier layers do to a layer's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..quant.errors import InvalidValueError
 from ..quant.policy import StatePolicy
 from ..quant.spec import LayerSpec
 from ..quant.state import DecodeState
+from .rollout import CHUNK, Progress, Rollout
 
 PIECE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
 """State elements of window starts held at once."""
@@ -44,6 +45,13 @@ class Reads:
     theta: Tensor
     flushes: bool
 
+    def error(self, reader: Reader) -> Tensor:
+        """What ``reader`` adds to the outputs, [W, B, H, L, V]: (Q(S₀) − S₀)·Θ, and 0 where the window flushes."""
+        error = self.theta @ (reader(self) - self.states).mT
+        if self.flushes:
+            error[..., -1, :] = 0
+        return error
+
 
 Reader = Callable[[Reads], Tensor]
 """What outputs read in place of ``states``, in the same shape."""
@@ -51,15 +59,28 @@ Reader = Callable[[Reads], Tensor]
 
 @dataclass(frozen=True)
 class PredictedError:
-    """Sums over tokens and rows, per head [H] in float64: squared output error, and squared exact output."""
+    """Sums over tokens and rows, per head [H] in float64: squared output error, and squared exact output.
+
+    ``elements`` is the size of the layer's state.
+    """
 
     error: Tensor
     exact: Tensor
+    elements: int
 
     @property
     def layer(self) -> float:
         """The layer's relative output error, ‖error‖ / ‖exact‖."""
         return float((self.error.sum() / self.exact.sum()).sqrt())
+
+    @property
+    def normalised(self) -> float:
+        """Root mean square of the heads' relative errors.
+
+        Norms after the recurrence give every head the same weight, so a layer's divergence follows this more closely
+        than ``layer`` (results/LOG.md).
+        """
+        return float((self.error / self.exact).nan_to_num(0.0).mean().sqrt())
 
     @property
     def heads(self) -> list[float]:
@@ -83,31 +104,49 @@ class ErrorLaw:
             self._groups.setdefault(window, {})[name] = function
         self._names = list(readers)
         self._prompt = prompt
-        self._tracks: dict[tuple[str, int], _Track] = {}
+        self._tracks: dict[tuple[str, int], WindowTrack] = {}
+        self._sums: dict[tuple[str, int], _Sums] = {}
         self._seen: dict[str, int] = {}
 
     def __call__(self, layer: AttachedLayer, inputs: TokenInputs, y: Tensor, state: DecodeState) -> None:
-        first = layer.name not in self._seen
         seen = self._seen.setdefault(layer.name, 0)
         self._seen[layer.name] += inputs.tokens
         for window, readers in self._groups.items():
-            if first:
-                self._tracks[layer.name, window] = _Track(layer.name, window, readers, state, inputs)
-            track = self._tracks[layer.name, window]
+            if (layer.name, window) not in self._tracks:
+                self._tracks[layer.name, window] = WindowTrack(layer.name, window, state, inputs)
+                self._sums[layer.name, window] = _Sums(self._tracks[layer.name, window].spec, readers, y.device)
+            track, sums = self._tracks[layer.name, window], self._sums[layer.name, window]
             if seen < self._prompt:
                 track.skip(inputs)
             else:
-                track.add(inputs, y)
+                sums.exact += _squares(y.transpose(1, 2))
+                for reads in track.windows(inputs):
+                    sums.add(reads)
 
     def predictions(self) -> dict[str, dict[str, PredictedError]]:
         """By reader, then by layer in the model's order. Call it once, after the last token."""
-        for track in self._tracks.values():
-            track.finish()
         found: dict[str, dict[str, PredictedError]] = {name: {} for name in self._names}
-        for (layer, _), track in self._tracks.items():
-            for name, error in track.error.items():
-                found[name][layer] = PredictedError(error.cpu(), track.exact.cpu())
+        for key, sums in self._sums.items():
+            reads = self._tracks[key].rest()
+            if reads is not None:
+                sums.add(reads)
+            for name, error in sums.error.items():
+                found[name][key[0]] = PredictedError(error.cpu(), sums.exact.cpu(), sums.elements)
         return found
+
+
+class _Sums:
+    """One layer's squares under one window length, per head."""
+
+    def __init__(self, spec: LayerSpec, readers: Mapping[str, Reader], device: torch.device) -> None:
+        self._readers = readers
+        self.elements = spec.elements
+        self.exact = torch.zeros(spec.heads, dtype=torch.float64, device=device)
+        self.error = {name: torch.zeros_like(self.exact) for name in readers}
+
+    def add(self, reads: Reads) -> None:
+        for name, reader in self._readers.items():
+            self.error[name] += _squares(reads.error(reader))
 
 
 def reader_of(policy: StatePolicy) -> Reader:
@@ -122,71 +161,59 @@ def reader_of(policy: StatePolicy) -> Reader:
     return lambda reads: fake_quantize(reads.states, *how, check_finite=False)
 
 
-class _Track:
-    """One layer under one window length: the FP32 state at the start of the next window, and tokens before its end."""
+class WindowTrack:
+    """One layer under one window length, followed exactly: the FP32 state, and tokens before the next window's end."""
 
-    def __init__(
-        self, layer: str, window: int, readers: Mapping[str, Reader], state: DecodeState, inputs: TokenInputs
-    ) -> None:
-        self._layer, self._window, self._readers = layer, window, readers
-        self._spec: LayerSpec = state.spec
+    def __init__(self, layer: str, window: int, state: DecodeState, inputs: TokenInputs) -> None:
+        self._layer, self._window = layer, window
         self._decay_rate = state.decay_rate
-        spec = state.spec
-        device = inputs.v.device
-        self._carried = torch.zeros(inputs.rows, spec.heads, spec.value_dim, spec.key_dim, device=device)
+        self.spec: LayerSpec = state.spec
+        shape = (inputs.rows, self.spec.heads, self.spec.value_dim, self.spec.key_dim)
+        self.state = torch.zeros(shape, device=inputs.v.device)
         self._pending: TokenInputs | None = None
-        zeros = torch.zeros(spec.heads, dtype=torch.float64, device=device)
-        self.exact = zeros
-        self.error = {name: zeros for name in readers}
 
     def skip(self, inputs: TokenInputs) -> None:
         """A prompt: everything is folded, exactly, and the ring is empty after it."""
         exact = DecodeState.allocate(
-            self._spec, StatePolicy(window=1), inputs.rows, layer=self._layer, device=inputs.v.device,
+            self.spec, StatePolicy(window=1), inputs.rows, layer=self._layer, device=inputs.v.device,
             dtype=inputs.v.dtype, decay_rate=self._decay_rate,
         )  # fmt: skip
-        exact.renew_(self._carried)
+        exact.renew_(self.state)
         scan(exact, inputs)
-        self._carried = folded(exact)
+        self.state = folded(exact)
 
-    def add(self, inputs: TokenInputs, y: Tensor) -> None:
-        """Tokens with their exact outputs ``y`` [B, T, H, V]."""
-        self.exact = self.exact + _squares(y.transpose(1, 2))
+    def windows(self, inputs: TokenInputs) -> Iterator[Reads]:
+        """The whole windows that end in ``inputs``, some at a time, in order; what is left waits for more tokens."""
         if self._pending is not None:
             inputs = concat_tokens([self._pending, inputs])
         whole = inputs.tokens - inputs.tokens % self._window
         self._pending = inputs.slice(whole, inputs.tokens) if whole < inputs.tokens else None
-        size = PIECE_ELEMENTS.get(inputs.v.device.type, 1 << 20) // (inputs.rows * self._spec.elements)
+        size = PIECE_ELEMENTS.get(inputs.v.device.type, 1 << 20) // (inputs.rows * self.spec.elements)
         piece = max(1, size) * self._window
         for start in range(0, whole, piece):
-            self._windows(inputs.slice(start, min(start + piece, whole)))
+            yield self._piece(inputs.slice(start, min(start + piece, whole)))
 
-    def finish(self) -> None:
-        """The last window, which is not full: nothing flushes in it."""
-        if self._pending is not None:
-            window = self._prepared(self._pending.map(lambda t: t[None]))
-            self._measure(Reads(self._layer, self._carried[None], read_terms(window).theta, False))
-            self._pending = None
+    def rest(self) -> Reads | None:
+        """The last window, where it is not full: nothing flushes in it. No tokens may follow."""
+        if self._pending is None:
+            return None
+        window = self._prepared(self._pending.map(lambda t: t[None]))
+        self._pending = None
+        return Reads(self._layer, self.state[None], read_terms(window).theta, False)
 
-    def _windows(self, inputs: TokenInputs) -> None:
+    def _piece(self, inputs: TokenInputs) -> Reads:
         count = inputs.tokens // self._window
         window = self._prepared(inputs.map(lambda t: t.unflatten(1, (count, self._window)).transpose(0, 1)))
         terms = fold_terms(window)
-        starts = self._carried.new_empty(count, *self._carried.shape)
+        starts = self.state.new_empty(count, *self.state.shape)
         for i in range(count):
-            starts[i] = self._carried
+            starts[i] = self.state
             x = None if terms.x is None else terms.x[i]
-            self._carried = fold(starts[i], FoldTerms(terms.decay[i], x, terms.p[i]), window.v[i])
-        if self._window > 1:
-            self._measure(Reads(self._layer, starts, read_terms(window).theta, True))
+            self.state = fold(starts[i], FoldTerms(terms.decay[i], x, terms.p[i]), window.v[i])
+        return Reads(self._layer, starts, read_terms(window).theta, True)
 
     def _prepared(self, inputs: TokenInputs) -> Window:
-        return make_window(self._spec, inputs, decay_rate=self._decay_rate)
-
-    def _measure(self, reads: Reads) -> None:
-        queries = reads.theta[..., :-1, :] if reads.flushes else reads.theta
-        for name, reader in self._readers.items():
-            self.error[name] = self.error[name] + _squares(queries @ (reader(reads) - reads.states).mT)
+        return make_window(self.spec, inputs, decay_rate=self._decay_rate)
 
 
 def _squares(x: Tensor) -> Tensor:
@@ -195,15 +222,20 @@ def _squares(x: Tensor) -> Tensor:
 
 
 def predict(
-    handle: Any, ids: Tensor, readers: Mapping[str, StatePolicy | tuple[int, Reader]], *, prompt: int = 0
+    handle: Any,
+    ids: Tensor,
+    readers: Mapping[str, StatePolicy | tuple[int, Reader]],
+    *,
+    prompt: int = 0,
+    progress: Progress | None = None,
 ) -> dict[str, dict[str, PredictedError]]:
     """Run the reference of an attached model over ``ids`` [B, prompt + N], and predict the readers' output errors."""
-    from .rollout import CHUNK, Rollout
-
     law = ErrorLaw(readers, prompt=prompt)
     reference = Rollout(handle, StatePolicy(window=1))
     if prompt:
         reference.prefill(ids[:, :prompt], observer=law)
     for start in range(prompt, ids.shape[1], CHUNK):
         reference.advance(ids[:, start : start + CHUNK], observer=law)
+        if progress is not None:
+            progress("error law", min(start + CHUNK, ids.shape[1]) - prompt, ids.shape[1] - prompt)
     return law.predictions()

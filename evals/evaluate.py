@@ -6,8 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -18,33 +17,34 @@ from ..adapters import attach
 from ..quant.errors import InvalidValueError
 from ..quant.policy import DEFAULT_ARMS, StatePolicy, parse_arm
 from ..quant.recipe import Recipe
-from ..quant.state import DecodeState
 from . import provenance
-from .metrics import KLMeter
-from .models import LoadedModel, load_model, weights_sha256
+from .attention import bounded_attention
+from .injected import Injected
+from .measure import ArmPolicy, Measured, measure, policy_of
+from .models import LoadedModel, input_device, load_model, weights_sha256
 from .records import write_atomic
 from .result import Arm, BytesPerElement, Model, Policy, Result, Text
-from .rollout import Rollout, chunks
+from .rollout import CHUNK, Progress, Rollout
 from .rundir import RunDirectory
-from .shadow import ExactShadow
-from .text import load_text, tokenise
-from .weights import ArmPolicy, Plan, plans, quantized
-
-Progress = Callable[[str, int, int], None]
-"""Called as (what is running, tokens done, tokens in all)."""
+from .team import Team
+from .text import TextSource, load_text, tokenise
+from .weights import Setup, quantized, setups
 
 GENERATION_PROMPT = 256
 """Tokens of text before the generated ones; prefilled exactly and not evaluated."""
+
+STORED_EVERY = 4096
+"""Generated tokens between two writes of what there is."""
 
 ENGINES = ("scan", "step")
 
 
 def evaluate(
     model: Any,
-    arms: Sequence[str] | Mapping[str, StatePolicy | Recipe | str] = DEFAULT_ARMS,
+    arms: Sequence[str] | Mapping[str, StatePolicy | Recipe | Injected | str] = DEFAULT_ARMS,
     *,
     tokenizer: Any = None,
-    text: str = "pydoc",
+    text: str | TextSource = "pydoc",
     tokens: int = 4096,
     sequences: int = 1,
     generate: int = 0,
@@ -54,9 +54,13 @@ def evaluate(
     seed: int = 0,
     device: str = "auto",
     dtype: str = "auto",
+    device_map: str | None = None,
+    batch: int = 1,
+    together: int = 1,
     trust_remote_code: bool = False,
     out: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    team: Team | None = None,
 ) -> Result:
     """Teacher-force ``model`` on known tokens with each arm's state, and compare its predictions with FP32's.
 
@@ -64,30 +68,41 @@ def evaluate(
 
     Args:
         model: an embedded name, a Hugging Face directory or hub id, or a loaded model with its ``tokenizer``.
-        arms: arm names (``quantize-state ls``), or policies and recipes by name.
-        text: ``pydoc``, ``stdlib`` or a UTF-8 file; ``sequences`` spans of ``tokens`` tokens are taken from it.
+        arms: arm names (``quantize-state ls``), or policies, recipes and injected arms by name.
+        text: ``pydoc``, ``stdlib``, a UTF-8 file, or a loaded text; ``sequences`` spans of ``tokens`` tokens are taken.
         generate: where above 0, the published protocol: FP32 generates that many tokens after a prompt of the text,
             at temperature 1, and they are the tokens evaluated.
         window: of replay and decoupled arms whose name gives none.
         engine: ``scan`` (whole windows at once) or ``step`` (token by token, as decode runs).
         weights: ``nvfp4``, ``fp8`` or ``int8``: adds the weights alone, quantised by ModelOpt in a second copy of the
             model, and every arm whose states round on top of them, so that the two effects can be told apart.
+        device_map: ``auto`` spreads a model that is too large for one device over all of them (accelerate).
+        batch: sequences that run as one batch. Rounding depends on it a little, as the order of sums does.
+        together: arms that run beside one reference, which then runs once for all of them; each needs memory for its
+            states and its attention cache. The numbers do not depend on it.
         out: a folder for result.json and each finished arm. A finished run is never overwritten, an interrupted one
-            goes on at the arm where it stopped. By default nothing is written.
+            goes on at the arm and sequences where it stopped. By default nothing is written.
+        team: the processes that share the sequences; by default those that torchrun started, else this one. The
+            first one returns the whole result, as do the others.
 
     Returns the result. Raises QuantizeStateError for whatever is wrong with these.
     """
-    policies = plans(_policies(arms, window, seed), weights, seed)
-    _check_positive(tokens=tokens, sequences=sequences)
+    wanted = setups(_policies(arms, window, seed), weights, seed)
+    _check_positive(tokens=tokens, sequences=sequences, batch=batch, together=together)
     if generate < 0:
         raise InvalidValueError(f"generate is {generate}; it must be 0 (evaluate on the text) or more")
     if engine not in ENGINES:
         raise InvalidValueError(f"engine is {engine!r}; it must be {' or '.join(ENGINES)}")
+    team = Team.join() if team is None else team
+    if device_map is not None and team.size > 1:
+        raise InvalidValueError("--device-map spreads one model over all devices: run it without torchrun")
+    if device_map is not None and weights is not None:
+        raise InvalidValueError("--weights quantises a copy of the model on one device: leave --device-map out")
     started = provenance.now()
-    source = load_text(text)
-    loaded = _loaded(model, tokenizer, device, dtype, trust_remote_code)
+    source = load_text(text) if isinstance(text, str) else text
+    loaded = _loaded(model, tokenizer, device, dtype, device_map, trust_remote_code)
     length = GENERATION_PROMPT if generate else tokens + 1
-    ids = torch.tensor(tokenise(loaded.tokenizer, source.text, length, sequences, seed), device=loaded.model.device)
+    ids = token_ids(loaded, source, length, sequences, seed)
     weights_dtype = str(loaded.model.dtype).removeprefix("torch.")
     configuration = {
         "weights": loaded.sha256,
@@ -96,128 +111,208 @@ def evaluate(
         "window": window,
         "engine": engine,
         "seed": seed,
+        "batch": batch,
         "dtype": weights_dtype,
-        "device": loaded.model.device.type,
+        "device": input_device(loaded.model).type,
         "version": provenance.version("quantize-state"),
     } | ({} if weights is None else {"quantized weights": weights})
     run = None if out is None else RunDirectory(out, configuration)
     with ExitStack() as stack:
+        stack.enter_context(bounded_attention(loaded.model))
         handle = stack.enter_context(attach(loaded.model, "reference"))
-        for plan in policies.values():  # recipes name layers: all must be there before hours are spent
-            handle.use(plan.policy)
+        for setup in wanted.values():  # recipes name layers: all must be there before hours are spent
+            handle.use(policy_of(setup.policy))
         if run is not None:
-            stack.enter_context(run)
-            if run.finished is not None and set(policies) <= {arm.name for arm in run.finished.arms}:
-                return run.finished
+            finished = team.agree(lambda: _finished(stack.enter_context(run)))
+            if not team.first:
+                run.join()
+            if finished is not None and set(wanted) <= {arm.name for arm in finished.arms}:
+                return finished
         prompt = GENERATION_PROMPT - 1 if generate else 0
+        work = _Work(handle, ids, prompt, batch, engine, window, seed, run, team, progress)
         if generate:
-            ids = _generated(loaded.model, handle, ids, generate, seed, run, progress)
-        handles: dict[str | None, Any] = {None: handle}
-        if weights is not None:
-            handles[weights] = stack.enter_context(attach(quantized(loaded.model, weights), "reference"))
-        done: list[Arm] = []
-        for name, plan in policies.items():
-            if run is not None and name in run.arms:
-                done.append(run.arms[name])
-                continue
-            own = handles[plan.weights]
-            arm = _run_arm(handle, own, name, plan, ids, prompt, engine, window, seed, progress, _byte_level(loaded))
-            done.append(arm)
-            if run is not None:
-                run.save_arm(arm)
-        if run is not None:  # arms of earlier calls on this folder
-            done += [arm for name, arm in run.arms.items() if name not in policies]
+            work.generate(generate)
+        done = {} if run is None else dict(run.arms)
+        todo = [name for name in wanted if name not in done]
+        if weights is not None and any(wanted[name].weights for name in todo):
+            work.quantized = stack.enter_context(attach(quantized(loaded.model, weights), "reference"))
+        for i in range(0, len(todo), together):
+            group = {name: wanted[name] for name in todo[i : i + together]}
+            for name, measured in work.measured(group).items():
+                arm = _arm(name, wanted[name], measured, handle, byte_level=len(loaded.tokenizer) == 256)
+                done[name] = arm
+                if run is not None:
+                    run.save_arm(arm)
         result = Result(
             model=_describe(loaded, handle),
             text=Text(
                 source=source.name,
-                tokens=ids.shape[1] - 1 - prompt,
+                tokens=work.ids.shape[1] - 1 - prompt,
                 sequences=sequences,
-                sha256=_sha256(ids),
+                sha256=_sha256(work.ids),
                 protocol="generated by FP32, then teacher-forced" if generate else "teacher-forced on text",
                 generated=generate,
                 prompt=prompt,
             ),
-            arms=done,
+            # those asked for, then arms of earlier calls on this folder
+            arms=[done[name] for name in dict.fromkeys([*wanted, *done]) if name in done],
             provenance=provenance.collect(
-                device=_device_name(loaded.model.device),
+                device=_device_name(input_device(loaded.model)),
                 threads=torch.get_num_threads(),
                 dtype=weights_dtype,
                 engine=engine,
                 window=window,
                 seeds={"text, sampling, rounding and bootstrap": seed},
-                sha256={"weights": loaded.sha256, "text": source.sha256, "tokens": _sha256(ids)},
+                sha256={"weights": loaded.sha256, "text": source.sha256, "tokens": _sha256(work.ids)},
                 started=started,
+                processes=team.size,
             ),
             layer_errors="same-inputs",
         )
-        if run is not None:
+        if run is not None and team.first:
             run.finish(result)
-    return result
+        return team.agree(lambda: result)
 
 
-def _run_arm(
-    handle: Any,
-    own: Any,
-    name: str,
-    plan: Plan,
-    ids: Tensor,
-    prompt: int,
-    engine: str,
-    window: int,
-    seed: int,
-    progress: Progress | None,
-    byte_level: bool,
-) -> Arm:
-    """One arm beside the reference over all tokens of ``ids`` [B, prompt + N + 1], of which the prompt is exact.
+def token_ids(loaded: LoadedModel, source: TextSource, length: int, sequences: int, seed: int) -> Tensor:
+    """Token ids [sequences, length] of spans of a text, on the model's device."""
+    return torch.tensor(
+        tokenise(loaded.tokenizer, source.text, length, sequences, seed), device=input_device(loaded.model)
+    )
 
-    ``handle`` is of the model, ``own`` of the one that the arm runs on: the same, or that with quantised weights.
-    """
-    began = time.perf_counter()
-    policy, exact = plan.policy, StatePolicy(window=1, seed=seed)
-    reference = Rollout(handle, exact, engine)
-    arm = reference if name == "reference" else Rollout(own, policy, engine)
-    # What the states add to quantised weights is measured against those weights with exact states.
-    base = Rollout(own, exact, engine) if plan.weights is not None and not plan.exact_state else None
-    meter, added = KLMeter(window, seed=seed), KLMeter(window, seed=seed)
-    errors = ExactShadow(window, prompt) if isinstance(policy, Recipe | StatePolicy) and arm is not reference else None
-    if prompt:
-        reference.prefill(ids[:, :prompt])
-        if arm is not reference:
-            arm.prefill(ids[:, :prompt], observer=errors)
-        if base is not None:
-            base.prefill(ids[:, :prompt])
-    total = ids.shape[1] - 1 - prompt
-    for start, inputs, targets in chunks(ids[:, prompt:]):
-        expected = reference.advance(inputs)
-        logits = expected
-        if arm is not reference:
-            logits = arm.advance(inputs, observer=errors)
-            if errors is not None:
-                errors.end_of_chunk(start + inputs.shape[1] - 1)
-        meter.update(expected.float(), logits.float(), targets, start)
-        if base is not None:
-            added.update(base.advance(inputs).float(), logits.float(), targets, start)
-        if progress is not None:
-            progress(name, start + inputs.shape[1], total)
-    evidence = meter.result(bytes_per_token=1.0 if byte_level else None)
-    states = own.states(arm.cache)
+
+def _finished(run: RunDirectory) -> Result | None:
+    return run.finished
+
+
+@dataclasses.dataclass
+class _Work:
+    """What every pass of one run shares, and which documents are this process's."""
+
+    handle: Any
+    ids: Tensor
+    prompt: int
+    batch: int
+    engine: str
+    window: int
+    seed: int
+    run: RunDirectory | None
+    team: Team
+    progress: Progress | None
+    quantized: Any = None
+
+    def measured(self, setups: Mapping[str, Setup]) -> dict[str, Measured]:
+        """The arms over all documents, merged at the first process; elsewhere nothing.
+
+        A document's numbers are those of its own batch, so they do not depend on how many processes there are.
+        """
+        mine: dict[str, dict[int, Measured]] = {name: {} for name in setups}
+        for first, ids in self._batches():
+            missing = {}
+            for name, setup in setups.items():
+                kept = self._kept(name, first)
+                if kept is None:
+                    missing[name] = setup
+                else:
+                    mine[name][first] = kept
+            if not missing:
+                continue
+            found = measure(
+                self.handle, missing, ids, quantized=self.quantized, prompt=self.prompt, first=first,
+                engine=self.engine, window=self.window, seed=self.seed, progress=self.progress,
+            )  # fmt: skip
+            for name, measured in found.items():
+                mine[name][first] = measured
+                if self._keeps:
+                    assert self.run is not None
+                    measured.save(self.run.shard(name, first), self.run.fingerprint)
+        merged: dict[str, Measured] = {}
+        gathered = self.team.gather(mine)
+        for name in setups if self.team.first else ():
+            shards = {first: m for shares in gathered for first, m in shares[name].items()}
+            merged[name] = Measured.empty(self.window, self.seed)
+            for _, shard in sorted(shards.items()):
+                merged[name].add(shard)
+        return merged
+
+    def generate(self, tokens: int) -> None:
+        """Replace ``ids``, prompts, by prompts with ``tokens`` more from the untouched model at temperature 1."""
+        kept = None if self.run is None else self.run.path / "generated.json"
+        stored = self.team.agree(lambda: json.loads(kept.read_text()) if kept and kept.exists() else None)
+        if stored is None:
+            mine = {first: self._generated(ids, tokens, first) for first, ids in self._batches()}
+            together = {first: rows for share in self.team.gather(mine) for first, rows in share.items()}
+            stored = self.team.agree(lambda: [row for _, rows in sorted(together.items()) for row in rows])
+            if kept is not None and self.team.first:
+                write_atomic(kept, json.dumps(stored), overwrite=False)
+        self.ids = torch.tensor(stored, device=self.ids.device)
+
+    def _generated(self, prompt: Tensor, tokens: int, first: int) -> list[list[int]]:
+        """One batch. What is done so far is stored now and then; an interrupted call reads it again and goes on."""
+        self.handle.use(None)
+        partial = None if self.run is None else self.run.shard("generated", first).with_suffix(".json")
+        ids = prompt.tolist() if partial is None or not partial.exists() else json.loads(partial.read_text())
+        random = torch.Generator()
+        untouched = Rollout(self.handle, None)
+        token = torch.tensor(ids, device=prompt.device)
+        for start in range(0, token.shape[1] - 1, CHUNK):
+            stop = min(start + CHUNK, token.shape[1] - 1)
+            untouched.advance(token[:, start:stop])
+        token = token[:, -1:]
+        for done in range(len(ids[0]) - prompt.shape[1], tokens):
+            probabilities = untouched.advance(token)[:, -1].float().softmax(-1).cpu()
+            random.manual_seed((self.seed << 40) + (first << 24) + done)
+            drawn = torch.multinomial(probabilities, 1, generator=random)
+            for row, (choice,) in zip(ids, drawn.tolist(), strict=True):
+                row.append(choice)
+            token = drawn.to(prompt.device)
+            if self.progress is not None and done % 16 == 15:
+                self.progress("generating", done + 1, tokens)
+            if partial is not None and done % STORED_EVERY == STORED_EVERY - 1:
+                write_atomic(partial, json.dumps(ids), overwrite=True)
+        return ids
+
+    def _batches(self) -> Iterator[tuple[int, Tensor]]:
+        """This process's batches of documents, with the number of the first document in each."""
+        starts = range(0, len(self.ids), self.batch)
+        for i in self.team.share(len(starts)):
+            yield starts[i], self.ids[starts[i] : starts[i] + self.batch]
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether batches are stored one by one: a single one is the whole arm, which is stored anyway."""
+        return self.run is not None and len(self.ids) > self.batch
+
+    def _kept(self, name: str, first: int) -> Measured | None:
+        if self.run is None or not self._keeps or not (path := self.run.shard(name, first)).exists():
+            return None
+        return Measured.load(path, self.run.fingerprint, self.window, self.seed)
+
+
+def _arm(name: str, setup: Setup, measured: Measured, handle: Any, *, byte_level: bool) -> Arm:
+    """The evidence on one arm. On a byte-level model every token is a byte, so bits per token are bits per byte."""
+    policy = setup.policy
+    evidence = measured.kl.result(bytes_per_token=1.0 if byte_level else None)
+    handle.use(policy_of(policy))
+    policies = {layer: "untouched" if own is None else own.name for layer, own in handle.policies.items()}
+    if isinstance(policy, Injected):
+        policies = dict.fromkeys(policies, name)
     return Arm(
         name=name,
         policy=_record(policy, name),
         kl=evidence.kl,
         top1_agreement=evidence.top1_agreement,
         ppl=evidence.ppl,
-        bytes_per_element=_bytes(states),
-        layers=errors.layers(own, states) if errors is not None else [],
-        seconds=time.perf_counter() - began,
-        weights=plan.weights,
-        kl_to_weights=None if base is None else added.result().kl,
+        bytes_per_element=BytesPerElement(measured.resident, measured.moved),
+        layers=measured.layers.result({layer.name: layer.family for layer in handle.layers}, policies),
+        seconds=measured.seconds,
+        weights=setup.weights,
+        kl_to_weights=None if setup.weights is None or setup.exact_state else measured.added.result().kl,
     )
 
 
 def _policies(
-    arms: Sequence[str] | Mapping[str, StatePolicy | Recipe | str], window: int, seed: int
+    arms: Sequence[str] | Mapping[str, StatePolicy | Recipe | Injected | str], window: int, seed: int
 ) -> dict[str, ArmPolicy]:
     """Each arm's policy, by name; a later arm of the same name is the same arm."""
     StatePolicy(window=window)  # names what is wrong with the window
@@ -235,11 +330,15 @@ def _policies(
     return policies
 
 
-def _loaded(model: Any, tokenizer: Any, device: str, dtype: str, trust_remote_code: bool) -> LoadedModel:
+def _loaded(
+    model: Any, tokenizer: Any, device: str, dtype: str, device_map: str | None, trust_remote_code: bool
+) -> LoadedModel:
     if isinstance(model, LoadedModel):
         return model
     if isinstance(model, str | os.PathLike):
-        return load_model(os.fspath(model), device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+        return load_model(
+            os.fspath(model), device=device, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code
+        )
     if tokenizer is None:
         raise InvalidValueError(
             "evaluate needs the tokenizer of a model that is loaded already: evaluate(model, tokenizer=…)"
@@ -252,29 +351,6 @@ def _check_positive(**values: int) -> None:
     for name, value in values.items():
         if value < 1:
             raise InvalidValueError(f"{name} is {value}; it must be 1 or more")
-
-
-def _generated(
-    model: Any, handle: Any, prompt: Tensor, tokens: int, seed: int, run: RunDirectory | None, progress: Progress | None
-) -> Tensor:
-    """``prompt`` [B, P] and ``tokens`` more from the untouched model at temperature 1; kept in the run's folder."""
-    kept = None if run is None else run.path / "generated.json"
-    if kept is not None and kept.exists():
-        return torch.tensor(json.loads(kept.read_text()), device=prompt.device)
-    handle.use(None)
-    torch.manual_seed(seed)
-    untouched = Rollout(handle, None)
-    token, generated = prompt, [prompt]
-    for done in range(tokens):
-        probabilities = untouched.advance(token)[:, -1].float().softmax(-1)
-        token = torch.multinomial(probabilities.cpu(), 1).to(prompt.device)
-        generated.append(token)
-        if progress is not None and done % 16 == 15:
-            progress("generating", done + 1, tokens)
-    ids = torch.cat(generated, dim=1)
-    if kept is not None:
-        write_atomic(kept, json.dumps(ids.tolist()), overwrite=False)
-    return ids
 
 
 def _describe(loaded: LoadedModel, handle: Any) -> Model:
@@ -292,26 +368,12 @@ def _describe(loaded: LoadedModel, handle: Any) -> Model:
 def _record(policy: ArmPolicy, name: str) -> Policy | None:
     if policy is None:
         return None
+    if isinstance(policy, Injected):
+        return Policy(checkpoint="fp32", read=None, window=policy.window, recipe=name)
     recipe = isinstance(policy, Recipe)
     return Policy(
         **dataclasses.asdict(policy.default if isinstance(policy, Recipe) else policy), recipe=name if recipe else None
     )
-
-
-def _bytes(states: Mapping[str, DecodeState]) -> BytesPerElement:
-    """Means over the state elements of all layers; an untouched model reads and writes FP32 at every token."""
-    elements = sum(state.spec.elements for state in states.values())
-    if not elements:
-        untouched = StatePolicy(window=1)
-        return BytesPerElement(untouched.bytes_resident, untouched.bytes_moved)
-    resident = sum(state.spec.elements * state.policy.bytes_resident for state in states.values())
-    moved = sum(state.spec.elements * state.policy.bytes_moved for state in states.values())
-    return BytesPerElement(resident / elements, moved / elements)
-
-
-def _byte_level(loaded: LoadedModel) -> bool:
-    """Whether every token stands for one byte, so that bits per token are bits per byte."""
-    return len(loaded.tokenizer) == 256
 
 
 def _device_name(device: torch.device) -> str:

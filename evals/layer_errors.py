@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,26 @@ class LayerErrorMeter:
     def update_state(self, layer: str, position: int, S_arm: Tensor, S_exact: Tensor) -> None:
         """Add states [B, H, V, K] as they are after the token at ``position``."""
         _add(self._state[layer], position, _squares(S_arm, S_exact, keep=None))
+
+    def sums(self) -> dict[str, Any]:
+        """All that is held, as plain JSON values; ``add_sums`` takes it in again."""
+        kinds = {"output": self._output, "state": self._state}
+        return {"stop": self._stop} | {
+            kind: {layer: {str(at): _numbers(s).tolist() for at, s in by.items()} for layer, by in held.items()}
+            for kind, held in kinds.items()
+        }
+
+    def add_sums(self, sums: Mapping[str, Any]) -> None:
+        """Take in what was measured on other documents."""
+        self._stop = max(self._stop, sums["stop"])
+        for kind, held in (("output", self._output), ("state", self._state)):
+            for layer, by in sums[kind].items():
+                for at, values in by.items():
+                    _add(held[layer], int(at), torch.tensor(values, dtype=torch.float64))
+
+    def add(self, other: LayerErrorMeter) -> None:
+        """``add_sums`` of another meter."""
+        self.add_sums(other.sums())
 
     def result(self, families: Mapping[str, str], policies: Mapping[str, str]) -> list[Layer]:
         """One Layer per layer updated, in that order; ``families`` and ``policies`` name each layer's."""

@@ -15,12 +15,15 @@ import torch
 from torch import Tensor
 
 from ..quant.errors import InvalidValueError
-from .bootstrap import Floats, block_length, detrended, interval_of_mean
+from .bootstrap import MIN_BLOCK, Floats, block_length, detrended, interval_of_mean
 from .buckets import doubling_edges
 from .layer_errors import LayerErrorMeter
 from .result import KL, Bootstrap, Bucket, Perplexity, TopOne
 
 __all__ = ["Evidence", "KLMeter", "LayerErrorMeter"]
+
+SPANS = 128
+"""About how many spans a result keeps the means of, over all its sequences."""
 
 _ELEMENTS_AT_ONCE = {"cpu": 1 << 21, "cuda": 1 << 26}
 _COLUMNS = ("kl", "reverse", "agree", "tied", "nll_reference", "nll_arm")
@@ -87,6 +90,26 @@ class KLMeter:
             columns = {name: np.ascontiguousarray(table[row, :, i]) for i, name in enumerate(_COLUMNS)}
             self._chunks[sequence + row].append((start, columns))
 
+    def tables(self) -> dict[int, Floats]:
+        """Everything held, [tokens, columns] per sequence, for ``add_table``. Raises where chunks do not join up."""
+        self._positions()
+        return {
+            sequence: np.concatenate(
+                [np.stack([columns[name] for name in _COLUMNS], axis=1) for _, columns in sorted(chunks, key=_by_start)]
+            )
+            for sequence, chunks in self._chunks.items()
+        }
+
+    def add_table(self, sequence: int, table: Floats, start: int = 0) -> None:
+        """Take in a whole sequence, as ``tables`` gave it."""
+        columns = {name: np.ascontiguousarray(table[:, i]) for i, name in enumerate(_COLUMNS)}
+        self._chunks[sequence].append((start, columns))
+
+    def add(self, other: KLMeter) -> None:
+        """Take in the sequences of another meter."""
+        for sequence, chunks in other._chunks.items():
+            self._chunks[sequence] += chunks
+
     def per_token(self, name: str = "kl") -> list[Floats]:
         """One column, per sequence: kl, reverse, agree, tied, nll_reference or nll_arm (NaN where not scored)."""
         return [
@@ -123,6 +146,7 @@ class KLMeter:
         residuals = detrended(documents, positions)
         block = block_length(residuals)
         mean = float(values.mean())
+        span = max(MIN_BLOCK, -(-len(values) // SPANS))
         return KL(
             mean=mean,
             ci95=_not_below_zero(self._interval(residuals, block, mean)),
@@ -131,6 +155,9 @@ class KLMeter:
             reverse_mean=float(np.concatenate(self.per_token("reverse")).mean()),
             by_position=self._by_position(documents, positions, block),
             tokens=len(values),
+            by_document=[float(d.mean()) for d in documents],
+            span=span,
+            by_span=[[float(d[i : i + span].mean()) for i in range(0, len(d), span)] for d in documents],
             bootstrap=Bootstrap(
                 "circular blocks within a sequence, of residuals around the trend over position",
                 block,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from ..quant.errors import InvalidValueError, QuantizeStateError, unknown_name
 from .embedded import EMBEDDED, embedded_path
+from .team import local_rank
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -26,9 +28,16 @@ class LoadedModel:
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device for ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. Raises InvalidValueError where it is not there."""
+    """The device for ``auto``, ``cpu``, ``cuda`` or ``cuda:N``; under torchrun each process has a GPU of its own.
+
+    Raises InvalidValueError where the device is not there.
+    """
+    if device in ("auto", "cuda") and torch.cuda.is_available():
+        return (
+            torch.device("cuda", local_rank()) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else torch.device("cuda")
+        )
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cpu")
     try:
         chosen = torch.device(device)
     except RuntimeError:
@@ -38,8 +47,17 @@ def resolve_device(device: str) -> torch.device:
     return chosen
 
 
-def load_model(name: str, *, device: str = "auto", dtype: str = "auto", trust_remote_code: bool = False) -> LoadedModel:
-    """Load ``name`` for inference. Raises InvalidValueError where there is no such model, or it can't be loaded.
+def load_model(
+    name: str,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    device_map: str | None = None,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Load ``name`` for inference. ``device_map="auto"`` spreads it over all devices, in place of ``device``.
+
+    Raises InvalidValueError where there is no such model, or it can't be loaded.
 
     Nothing that lies in the model's directory or repository is executed, and nothing that it names is fetched to be
     executed, unless ``trust_remote_code``; weights are safetensors, or pickles that torch reads as weights alone.
@@ -47,13 +65,17 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto", trust_re
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     where = resolve_device(device)
+    if device_map is not None and device != "auto":
+        raise InvalidValueError(f"--device {device} and --device-map {device_map} can't go together; leave one out")
     source = resolve_source(name)
     kind: Any = DTYPES[dtype] if dtype != "auto" else (torch.float32 if where.type == "cpu" else "auto")
     try:
         if not trust_remote_code:
             _refuse_kernels(AutoConfig.from_pretrained(source, trust_remote_code=False), name)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-        model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=kind, trust_remote_code=trust_remote_code)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=kind, device_map=device_map, trust_remote_code=trust_remote_code
+        )
     except QuantizeStateError:
         raise
     except Exception as error:  # transformers raises many kinds; all mean that this name gives no model
@@ -61,8 +83,16 @@ def load_model(name: str, *, device: str = "auto", dtype: str = "auto", trust_re
         if "trust_remote_code" in str(error) and not trust_remote_code:
             reason = "it brings code of its own, which runs with --trust-remote-code (trust_remote_code=True) alone"
         raise InvalidValueError(f"can't load the model {name!r} from {source}: {reason}") from error
-    model.to(where).eval().requires_grad_(False)
+    if device_map is None:
+        model.to(where)
+    model.eval().requires_grad_(False)
     return LoadedModel(name, model, tokenizer, weights_sha256(model, source))
+
+
+def input_device(model: Any) -> torch.device:
+    """Where token ids go: the device of the first weights that are on one (accelerate keeps some elsewhere)."""
+    devices = (p.device for p in model.parameters())
+    return next((device for device in devices if device.type != "meta"), torch.device("cpu"))
 
 
 def _refuse_kernels(config: Any, name: str) -> None:

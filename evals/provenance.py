@@ -29,6 +29,7 @@ def collect(
     sha256: Mapping[str, str],
     started: str,
     command: str | None = None,
+    processes: int = 1,
 ) -> Provenance:
     """Gather versions, commit and times; the caller gives what only it knows. ``started`` is as ``now()`` gives it."""
     commit, dirty = git_state(Path(__file__).resolve().parent)
@@ -48,6 +49,7 @@ def collect(
         command=command if command is not None else command_line(),
         started=started,
         finished=now(),
+        processes=processes,
     )
 
 

@@ -125,15 +125,19 @@ def load(kind: type[Record], path: Path, schema: str) -> Record:
 
 
 def write_atomic(path: Path, text: str, *, overwrite: bool) -> None:
-    """Write ``text`` so that ``path`` is at every moment either the old file or the whole new one.
+    """``write_atomic_bytes`` of ``text`` in UTF-8, as it is: no line end is changed."""
+    # a file name that is no UTF-8 comes as half a surrogate pair, whose escape is JSON for the same
+    write_atomic_bytes(path, text.encode("utf-8", errors="backslashreplace"), overwrite=overwrite)
+
+
+def write_atomic_bytes(path: Path, content: bytes, *, overwrite: bool) -> None:
+    """Write ``content`` so that ``path`` is at every moment either the old file or the whole new one.
 
     Raises QuantizeStateError where ``path`` exists and ``overwrite`` is False, or the disk is full or not writable;
     the old file is then as it was, and no half-written file is left.
     """
-    # a file name that is no UTF-8 comes as half a surrogate pair, whose escape is JSON for the same
-    kind: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "newline": "\n"}
-    with replacing(path, overwrite=overwrite) as temporary, open(temporary, "x", **kind) as out:
-        out.write(text)
+    with replacing(path, overwrite=overwrite) as temporary, open(temporary, "xb") as out:
+        out.write(content)
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -79,7 +79,12 @@ class Bootstrap:
 
 @dataclass(frozen=True)
 class KL:
-    """KL(reference ‖ arm) per token; ``reverse_mean`` is the mean of KL(arm ‖ reference)."""
+    """KL(reference ‖ arm) per token; ``reverse_mean`` is the mean of KL(arm ‖ reference).
+
+    ``by_document`` is the mean of each sequence, in the text's order, and ``by_span`` that of each sequence's
+    consecutive spans of ``span`` tokens (the last may be shorter), by which two results on one text are paired. Both
+    are empty in results older than these fields.
+    """
 
     mean: float
     ci95: tuple[float, float] | None
@@ -89,6 +94,9 @@ class KL:
     by_position: list[Bucket]
     tokens: int
     bootstrap: Bootstrap
+    by_document: list[float] = field(default_factory=list)
+    span: int = 0
+    by_span: list[list[float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -191,7 +199,10 @@ class Arm:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a result comes from. ``sha256`` hashes what went in (weights, text), ``versions`` names packages."""
+    """Where a result comes from. ``sha256`` hashes what went in (weights, text), ``versions`` names packages.
+
+    ``processes`` shared the documents; ``device`` is that of the first.
+    """
 
     quantize_state: str
     git_commit: str | None
@@ -207,6 +218,7 @@ class Provenance:
     command: str
     started: str
     finished: str
+    processes: int = 1
 
 
 @dataclass(frozen=True)

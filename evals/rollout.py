@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..adapters import cache_argument
+
+Progress = Callable[[str, int, int], None]
+"""Called as (what is running, tokens done, tokens in all)."""
 
 CHUNK = 1024
 """Tokens per forward call of the scan engine. Memory is bounded by this, not by the length of the text."""

@@ -2,6 +2,7 @@
 
 run.json          what was asked for, and its fingerprint
 arms/NAME.json    each arm as soon as it is finished
+shards/NAME/      an arm's finished documents, until the arm is
 result.json       all of it, written once, at the end
 .lock             held while a process works here; the system frees it when that process ends, however it ends
 """
@@ -12,6 +13,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import socket
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -83,10 +85,21 @@ class RunDirectory:
     ) -> None:
         self._release_lock()
 
+    def join(self) -> None:
+        """Take part in a run whose folder another process of it has entered, and keeps locked."""
+        self._begin()
+
     def save_arm(self, arm: Arm) -> None:
         """Store a finished arm; from here on an interrupted run need not compute it again."""
         StoredArm(arm, self.fingerprint).write(self._arm_path(arm.name))
         self.arms[arm.name] = arm
+        shutil.rmtree(self._shards(arm.name), ignore_errors=True)
+
+    def shard(self, arm: str, first: int) -> Path:
+        """Where an arm's documents from number ``first`` on are stored, until all are done."""
+        folder = self._shards(arm)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{first}.npz"
 
     def finish(self, result: Result) -> Path:
         """Write result.json. A complete one is never overwritten; one that lacks arms of ``result`` is extended."""
@@ -123,8 +136,10 @@ class RunDirectory:
             self.arms[stored.arm.name] = stored.arm
 
     def _arm_path(self, name: str) -> Path:
-        safe = _safe(name)
-        return self.path / "arms" / (f"{safe}.json" if safe == name else f"{safe}-{digest(name)[:8]}.json")
+        return self.path / "arms" / f"{_unique(name)}.json"
+
+    def _shards(self, name: str) -> Path:
+        return self.path / "shards" / _unique(name)
 
     def _take_lock(self) -> None:
         import fcntl  # not on Windows, where reports still render
@@ -182,6 +197,11 @@ def fresh_folder(model_name: str) -> Path:
 def _safe(name: str) -> str:
     """A file name made of harmless characters, whatever the model or arm is called."""
     return re.sub(r"[^A-Za-z0-9._+-]+", "_", name).strip("._")[:80] or "unnamed"
+
+
+def _unique(name: str) -> str:
+    safe = _safe(name)
+    return safe if safe == name else f"{safe}-{digest(name)[:8]}"
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:

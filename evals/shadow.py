@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import Tensor
 
-from ..adapters import AttachedLayer
+from ..adapters import AttachedLayer, Observer
 from ..kernels.inputs import TokenInputs
 from ..kernels.step import folded, scan
 from ..quant.policy import StatePolicy
 from ..quant.state import DecodeState
 from .layer_errors import LayerErrorMeter
-from .result import Layer
 
 
 class ExactShadow:
     """An observer (``handle.observer``) that runs the exact FP32 recurrence on each layer's own inputs.
 
-    Tokens of the ``prompt`` count for the state and are not evaluated. Buckets of positions start at ``window``.
+    The errors go into ``meter``. Tokens of the ``prompt`` count for the state and are not evaluated.
     """
 
-    def __init__(self, window: int, prompt: int) -> None:
-        self._meter = LayerErrorMeter(window, window=window)
+    def __init__(self, meter: LayerErrorMeter, prompt: int) -> None:
+        self._meter = meter
         self._prompt = prompt
         self._exact: dict[str, DecodeState] = {}
         self._arm: dict[str, DecodeState] = {}
@@ -51,6 +47,21 @@ class ExactShadow:
         for name, state in self._arm.items():
             self._meter.update_state(name, position, folded(state), folded(self._exact[name]))
 
-    def layers(self, handle: Any, states: Mapping[str, DecodeState]) -> list[Layer]:
-        families = {layer.name: layer.family for layer in handle.layers}
-        return self._meter.result(families, {name: state.policy.name for name, state in states.items()})
+
+class InjectedShadow:
+    """An observer around one that changes outputs in place: what it changes is the layer's error."""
+
+    def __init__(self, change: Observer, meter: LayerErrorMeter, prompt: int) -> None:
+        self._change, self._meter, self._prompt = change, meter, prompt
+        self._seen: dict[str, int] = {}
+
+    def __call__(self, layer: AttachedLayer, inputs: TokenInputs, y: Tensor, state: DecodeState) -> None:
+        position = self._seen.get(layer.name, 0) - self._prompt
+        self._seen[layer.name] = position + self._prompt + inputs.tokens
+        exact = y.clone()
+        self._change(layer, inputs, y, state)
+        if position >= 0:
+            self._meter.update_output(layer.name, position, y, exact)
+
+    def end_of_chunk(self, position: int) -> None:
+        """The recurrence is exact; there is nothing to compare."""

@@ -70,6 +70,15 @@ def load_text(source: str) -> TextSource:
     return TextSource(path.name, text, _sha256(text))
 
 
+def part_of(source: TextSource, part: int, parts: int) -> TextSource:
+    """Part number ``part`` of a text that is cut into ``parts`` equal ones, at the ends of lines."""
+    edges = [0, *(source.text.find("\n", len(source.text) * i // parts) + 1 for i in range(1, parts)), len(source.text)]
+    text = source.text[edges[part] : edges[part + 1]]
+    if not text.strip():
+        raise InvalidValueError(f"{source.name} is too short to be cut into {parts} parts; give a longer text")
+    return TextSource(f"{source.name}, part {part + 1} of {parts}", text, _sha256(text))
+
+
 def tokenise(tokenizer: Any, text: str, tokens: int, sequences: int = 1, seed: int = 0) -> list[list[int]]:
     """``sequences`` spans of ``tokens`` token ids each: contiguous, without overlap, in the text's order.
 

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..quant.errors import unknown_name
 from ..quant.policy import StatePolicy
-from ..quant.recipe import Recipe
+
+if TYPE_CHECKING:  # it needs torch, and the names below are chosen without
+    from .measure import ArmPolicy
 
 WEIGHT_FORMATS = ("nvfp4", "fp8", "int8")
 
 WEIGHT_ARMS = ("reference", "reference-again", "decoupled-nvfp4", "coupled-nvfp4")
 """State arms that are run where weights are quantised and no arms are named: each runs twice."""
 
-ArmPolicy = StatePolicy | Recipe | None
-"""None: the untouched model."""
-
 
 @dataclass(frozen=True)
-class Plan:
+class Setup:
     """What an arm runs: a policy for the states, and the format of the weights (None: as they are)."""
 
     policy: ArmPolicy
@@ -32,19 +31,19 @@ class Plan:
         return self.policy is None or (isinstance(self.policy, StatePolicy) and self.policy.exact)
 
 
-def plans(policies: Mapping[str, ArmPolicy], weights: str | None, seed: int) -> dict[str, Plan]:
+def setups(policies: Mapping[str, ArmPolicy], weights: str | None, seed: int) -> dict[str, Setup]:
     """Every arm as it is and, with ``weights``, the weights alone and every arm whose states round on top of them.
 
     Raises InvalidValueError for a weight format that is not known.
     """
-    alone = {name: Plan(policy) for name, policy in policies.items()}
+    alone = {name: Setup(policy) for name, policy in policies.items()}
     if weights is None:
         return alone
     if weights not in WEIGHT_FORMATS:
         raise unknown_name("weight format", weights, WEIGHT_FORMATS)
     only = f"weights-{weights}"
-    both = {f"{only}+{name}": Plan(p.policy, weights) for name, p in alone.items() if not p.exact_state}
-    return alone | {only: Plan(StatePolicy(window=1, seed=seed), weights)} | both
+    both = {f"{only}+{name}": Setup(s.policy, weights) for name, s in alone.items() if not s.exact_state}
+    return alone | {only: Setup(StatePolicy(window=1, seed=seed), weights)} | both
 
 
 def quantized(model: Any, weights: str) -> Any:

@@ -1,5 +1,6 @@
 """The error law as a tool: predictions from one FP32 pass are the errors that a decoupled arm really makes."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,9 @@ from recurrence import SPECS, random_inputs
 
 from quantize_state import DecodeState, StatePolicy, attach, parse_arm
 from quantize_state.evals.error_law import ErrorLaw, predict, reader_of
+from quantize_state.evals.layer_errors import LayerErrorMeter
 from quantize_state.evals.models import load_model
+from quantize_state.evals.rollout import Rollout
 from quantize_state.evals.shadow import ExactShadow
 from quantize_state.kernels.step import prefill, scan
 from quantize_state.quant.errors import InvalidValueError
@@ -48,8 +51,8 @@ def test_prediction_is_the_measured_error_of_every_head(family, prompt):
     law = ErrorLaw({arm: parse_arm(arm) for arm in ARMS}, prompt=prompt)
     exact = fresh(spec, StatePolicy(window=1), rate)
     layer = SimpleNamespace(name="layer")
-    cuts = [0, *([prompt] if prompt else []), prompt + 50, prompt + 53, prompt + 107]  # chunks of any length
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    cuts = [0, *([8, prompt] if prompt else []), prompt + 50, prompt + 53, prompt + 107]  # chunks of any length
+    for start, stop in itertools.pairwise(cuts):
         chunk = inputs.slice(start, stop)
         law(layer, chunk, scan(exact, chunk), exact)
     predicted = law.predictions()
@@ -81,17 +84,14 @@ def test_no_law_where_the_recurrence_is_rounded():
 def test_one_pass_of_a_model_predicts_its_arms():
     """The first layer has the reference's inputs, so there the arm's own measurement is the prediction."""
     loaded = load_model("tiny-gdn", device="cpu")
-    ids = torch.arange(3 * 64)[None] % 256
+    ids = torch.arange(2 * 48)[None] % 256
     arms = {arm: parse_arm(arm) for arm in ("decoupled-nvfp4", "decoupled-fp8-w8")}
-    from quantize_state.evals.rollout import Rollout
-
     with attach(loaded.model, "reference") as handle:
         predicted = predict(handle, ids, arms)
         for name, policy in arms.items():
-            shadow = ExactShadow(16, 0)
-            rollout = Rollout(handle, policy)
-            rollout.advance(ids, observer=shadow)
-            layers = shadow.layers(handle, handle.states(rollout.cache))
+            meter = LayerErrorMeter()
+            Rollout(handle, policy).advance(ids, observer=ExactShadow(meter, 0))
+            layers = meter.result({}, {})
             assert list(predicted[name]) == [layer.name for layer in layers]
             pairs = [(predicted[name][layer.name].layer, layer.output_error) for layer in layers]
             assert pairs[0][0] == pytest.approx(pairs[0][1], rel=EXACT)

@@ -95,6 +95,32 @@ def test_tokens_that_the_reference_generated(loaded, tmp_path):
     assert evaluate(loaded, arms, generate=64).arm("decoupled-nvfp4").kl == value.arm("decoupled-nvfp4").kl
 
 
+def test_generation_goes_on_where_it_stopped(loaded, tmp_path, monkeypatch):
+    class Killed(Exception):
+        pass
+
+    def stop(what, done, total):
+        if what == "generating" and done == 48:
+            raise Killed
+
+    monkeypatch.setattr("quantize_state.evals.evaluate.STORED_EVERY", 20)
+    with pytest.raises(Killed):
+        evaluate(loaded, ["decoupled-nvfp4"], generate=64, out=tmp_path / "run", progress=stop)
+    (partial,) = (tmp_path / "run").glob("shards/generated/*.json")
+    assert len(json.loads(partial.read_text())[0]) == GENERATION_PROMPT + 40
+    seen = []
+    again = evaluate(
+        loaded,
+        ["decoupled-nvfp4"],
+        generate=64,
+        out=tmp_path / "run",
+        progress=lambda what, done, total: seen.append(done) if what == "generating" else None,
+    )
+    assert min(seen) == 48, "the first 40 tokens are not generated again"
+    straight = evaluate(loaded, ["decoupled-nvfp4"], generate=64)
+    assert again.text.sha256 == straight.text.sha256
+
+
 def test_a_recipe_is_an_arm_like_any_other(loaded):
     recipe = Recipe(StatePolicy(read="fp8_e4m3"), {"0": StatePolicy(read="nvfp4")})
     arms = {"decoupled-fp8": "decoupled-fp8", "mixed": recipe, "decoupled-nvfp4": StatePolicy(read="nvfp4")}

@@ -7,12 +7,13 @@ import torch
 
 from quantize_state import QuantizeStateError, Recipe, StatePolicy, evaluate
 from quantize_state.cli import main
+from quantize_state.evals.measure import Measured
 from quantize_state.evals.models import load_model
 from quantize_state.evals.report import render_html, render_markdown
 from quantize_state.evals.result import Result
 from quantize_state.evals.text import load_text, tokenise
 from quantize_state.evals.verdict import judge, kind_of, weight_effects
-from quantize_state.evals.weights import plans
+from quantize_state.evals.weights import setups
 from quantize_state.quant.errors import InvalidValueError
 
 pytest.importorskip("modelopt")
@@ -41,7 +42,7 @@ def test_every_rounding_state_runs_with_and_without_quantised_weights(result):
     ]  # fmt: skip
     assert [arm.weights for arm in result[0].arms] == [None, None, None, "nvfp4", "nvfp4"]
     recipe = Recipe(StatePolicy(read="int8"))
-    assert set(plans({"reference-again": None, "r": recipe}, "fp8", 0)) == {
+    assert set(setups({"reference-again": None, "r": recipe}, "fp8", 0)) == {
         "reference-again", "r", "weights-fp8", "weights-fp8+r",
     }  # fmt: skip
 
@@ -89,6 +90,36 @@ def test_a_run_with_weights_is_another_configuration(loaded, result):
         evaluate(loaded, ["reference"], tokens=200, out=out)
     with pytest.raises(InvalidValueError, match="weight format 'nvfp5'"):
         evaluate(loaded, ["reference"], tokens=200, weights="nvfp5")
+
+
+@pytest.mark.parametrize("together", [1, 5])
+def test_arms_beside_one_reference_and_documents_that_resume_give_the_same(loaded, tmp_path, monkeypatch, together):
+    arms = ["reference", "decoupled-nvfp4", "coupled-int8"]
+    options = {"tokens": 40, "sequences": 2, "weights": "nvfp4"}
+    want = evaluate(loaded, arms, **options)
+    assert [len(arm.kl_to_weights.by_document) for arm in want.arms if arm.kl_to_weights] == [2, 2]
+    save, saved = Measured.save, []
+
+    def save_then_stop(measured, path, fingerprint):
+        save(measured, path, fingerprint)
+        saved.append(path)
+        if path.parent.name.startswith("weights-nvfp4+coupled"):
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Measured, "save", save_then_stop)
+        with pytest.raises(KeyboardInterrupt):
+            evaluate(loaded, arms, **options, together=together, out=tmp_path / "run")
+    assert saved[-1].exists(), "the sum of both effects over the first document is kept"
+    got = evaluate(loaded, arms, **options, together=together, out=tmp_path / "run")
+    assert [dataclasses.replace(arm, seconds=0) for arm in got.arms] == [
+        dataclasses.replace(arm, seconds=0) for arm in want.arms
+    ]
+
+
+def test_the_quantised_copy_is_on_one_device():
+    with pytest.raises(InvalidValueError, match="leave --device-map out"):
+        evaluate("tiny-gdn", ["reference"], tokens=40, weights="nvfp4", device_map="auto")
 
 
 def test_the_command_chooses_its_arms(capsys, tmp_path, monkeypatch):

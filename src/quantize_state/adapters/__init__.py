@@ -7,12 +7,13 @@ each has its own policy and other models of the same class are untouched. No mod
 
 from .attached import Attached, attach
 from .auto import export_recipe, required_recipe, resolve_recipe
-from .layer import AttachedLayer
+from .layer import AttachedLayer, Observer
 from .models import SsmLayer, cache_argument, find_layers, supported_model_types
 
 __all__ = [
     "Attached",
     "AttachedLayer",
+    "Observer",
     "SsmLayer",
     "attach",
     "cache_argument",

@@ -67,7 +67,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return int(args.run(args) or 0)
     except QuantizeStateError as error:
-        print(f"quantize-state {args.command}: {printable(str(error))}", file=sys.stderr)
+        rank = os.environ.get("RANK")  # of a process that torchrun started
+        who = f" (process {rank})" if rank is not None and os.environ.get("WORLD_SIZE") != "1" else ""
+        print(f"quantize-state {args.command}{who}: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"quantize-state {args.command}: interrupted; what was finished is kept", file=sys.stderr)

@@ -38,7 +38,13 @@ def run(args: argparse.Namespace) -> int:
     from ._progress import progress_bar
 
     quiet_transformers()
-    loaded = load_model(args.model, device=args.device, dtype=args.dtype, trust_remote_code=args.trust_remote_code)
+    loaded = load_model(
+        args.model,
+        device=args.device,
+        dtype=args.dtype,
+        device_map=args.device_map,
+        trust_remote_code=args.trust_remote_code,
+    )
     with progress_bar("capturing", "tokens") as progress:
         slots = capture(
             loaded,

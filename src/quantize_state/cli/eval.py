@@ -29,7 +29,21 @@ def add_parser(subparsers) -> None:
         help="add arms with weights quantised by NVIDIA ModelOpt: alone, and together with each quantised state",
     )
     parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="tokens per sequence (default: 4096)")
-    parser.add_argument("--sequences", type=int, default=1, metavar="N", help="sequences, run as a batch (default: 1)")
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        default=1,
+        metavar="N",
+        help="sequences (default: 1); torchrun -m quantize_state eval … shares them between processes",
+    )
+    parser.add_argument("--batch", type=int, default=1, metavar="N", help="sequences run as one batch (default: 1)")
+    parser.add_argument(
+        "--together",
+        type=int,
+        default=1,
+        metavar="N",
+        help="arms that run beside one reference, which saves its time and costs memory (default: 1)",
+    )
     parser.add_argument(
         "--text", default="pydoc", metavar="SOURCE", help="pydoc, stdlib or a UTF-8 file (default: pydoc, held out)"
     )
@@ -90,15 +104,17 @@ def run(args: argparse.Namespace) -> int:
     from ..evals.report import write_reports
     from ..evals.rundir import fresh_folder
     from ..evals.table import print_table
+    from ..evals.team import Team
 
     quiet_transformers()
+    team = Team.join()
     errors = Console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn(),
-        console=errors, disable=not errors.is_terminal,
+        console=errors, disable=not errors.is_terminal or not team.first,
     )  # fmt: skip
     tasks: dict[str, Any] = {}
-    out = Path(args.out) if args.out is not None else fresh_folder(args.model)
+    out = team.agree(lambda: Path(args.out) if args.out is not None else fresh_folder(args.model))
 
     def show(what: str, done: int, total: int) -> None:
         if what not in tasks:
@@ -119,10 +135,17 @@ def run(args: argparse.Namespace) -> int:
             seed=args.seed,
             device=args.device,
             dtype=args.dtype,
+            device_map=args.device_map,
+            batch=args.batch,
+            together=args.together,
             trust_remote_code=args.trust_remote_code,
             out=out,
             progress=show,
+            team=team,
         )
+    team.leave()
+    if not team.first:
+        return 0
     stored = out / "result.json"
     reports = write_reports(result, out)
     if args.json:

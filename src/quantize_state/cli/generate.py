@@ -65,17 +65,22 @@ def run(args: argparse.Namespace) -> int:
     from transformers import TextStreamer
 
     from ..adapters import attach, required_recipe, resolve_recipe
-    from ..evals.models import load_model
+    from ..evals.models import input_device, load_model
 
     quiet_transformers()
-    options = {"device": args.device, "dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
+    options = {
+        "device": args.device,
+        "dtype": args.dtype,
+        "device_map": args.device_map,
+        "trust_remote_code": args.trust_remote_code,
+    }
     loaded = load_model(args.model, **options)
     spelled = args.recipe or args.policy
     if policy is None:
         found = required_recipe(loaded.model) if args.policy == "auto" else resolve_recipe(loaded.model)
         spelled = "the model's recipe" if found is not None else "decoupled-nvfp4"
         policy = found if found is not None else parse_arm(spelled, seed=args.seed)
-    inputs = loaded.tokenizer(prompt, return_tensors="pt").to(loaded.model.device)
+    inputs = loaded.tokenizer(prompt, return_tensors="pt").to(input_device(loaded.model))
     sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
 
     def generate(**more: Any) -> Any:
