@@ -62,6 +62,20 @@ def finish_log(axis: Any) -> None:
         axis.axes.set_ylim(middle / 4, middle * 4)
 
 
+def decades_axis(axes: Any, label: str) -> None:
+    """A logarithmic x axis labelled at powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(numticks=8))
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: power(round(math.log10(value))) if value > 0 else "0")
+    )
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.grid(True, axis="x")
+    axes.set_xlabel(label)
+
+
 def bytes_axis(axes: Any, values: Sequence[float]) -> None:
     axes.set_xscale("log", base=2)
     low, high = min(values) / 1.25, max(values) * 1.25

@@ -16,6 +16,7 @@ COMMANDS = (
     "eval",
     "gpqa",
     "tasks",
+    "plan",
     "generate",
     "report",
     "ls",
