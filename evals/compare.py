@@ -6,8 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..quant.errors import InvalidValueError
 from . import formatting as f
+from .bootstrap import detrended, interval_of_mean
 from .method import provenance
 from .result import Arm, Result
 from .verdict import floor_note, floor_of, judge, separated
@@ -50,6 +53,21 @@ def pair(a: Result, b: Result) -> list[tuple[Arm, Arm]]:
         raise InvalidValueError(f"the results of {a.model.name} and {b.model.name} can't be paired: {reason}")
     others = {arm.name: arm for arm in b.arms}
     return [(arm, others[arm.name]) for arm in a.arms if arm.name in others]
+
+
+def difference(a: Arm, b: Arm) -> tuple[float, tuple[float, float] | None] | None:
+    """Mean KL of ``b`` less that of ``a``, two arms on the same tokens, with the 95 % interval of the difference.
+
+    Paired span by span, so what both arms find hard cancels. None where a result is too old to hold spans; the interval
+    is None where there are too few.
+    """
+    if not a.kl.by_span or a.kl.span != b.kl.span or [*map(len, a.kl.by_span)] != [*map(len, b.kl.by_span)]:
+        return None
+    spans = [np.subtract(y, x) for x, y in zip(a.kl.by_span, b.kl.by_span, strict=True)]
+    mean = b.kl.mean - a.kl.mean
+    residuals = detrended(spans, [np.arange(len(d), dtype=np.float64) for d in spans])
+    centred = [d - np.concatenate(residuals).mean() for d in residuals]
+    return mean, interval_of_mean(centred, 1, mean=mean)
 
 
 def labels(results: Sequence[Result]) -> list[str]:
@@ -141,6 +159,20 @@ def _matrix(results: Sequence[Result]) -> list[dict[str, Any]]:
     return rows
 
 
+def _difference_text(first: Arm, second: Arm) -> str:
+    """The paired difference, and whether it is one; for older results, whether the intervals of both overlap."""
+    found = difference(first, second)
+    if found is None:
+        apart = separated(first, second)
+        return {True: "intervals apart", False: "intervals overlap", None: "no interval"}[apart]
+    mean, interval = found
+    if interval is None:
+        return f"difference {f.signed(mean)}, too few tokens for an interval"
+    low, high = interval
+    said = "no clear difference" if low <= 0 <= high else "clear"
+    return f"difference {f.signed(mean)} ({f.signed(low)} to {f.signed(high)}): {said}"
+
+
 def _ratios(results: Sequence[Result]) -> list[dict[str, Any]]:
     """Per arm, each further result's divergence over the first one's, where both have it and neither is zero."""
     rows = []
@@ -152,9 +184,7 @@ def _ratios(results: Sequence[Result]) -> list[dict[str, Any]]:
                 cells.append(None)
                 continue
             first, second = match
-            apart = separated(first, second)
-            said = {True: "intervals apart", False: "intervals overlap", None: "no interval"}[apart]
-            cells.append(f"{second.kl.mean / first.kl.mean:.3g} ({said})")
+            cells.append(f"{second.kl.mean / first.kl.mean:.3g}, {_difference_text(first, second)}")
         if any(cells):
             rows.append({"name": name, "cells": cells})
     return rows

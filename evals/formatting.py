@@ -40,6 +40,11 @@ def scientific(value: float | None, digits: int = 3) -> str:
     return f"{mantissa}{_TIMES}{power(int(raised))}"
 
 
+def signed(value: float) -> str:
+    """+2.4 × 10⁻⁵, −0.11; 0."""
+    return "0" if value == 0 else ("−" if value < 0 else "+") + scientific(abs(value), 2)
+
+
 def scaled(value: float, exponent: int, digits: int = 2) -> str:
     """The value in units of a power of ten, to stand in an interval that shares it: 2.14."""
     # in two steps, as 10⁻³²⁴ is zero
