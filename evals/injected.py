@@ -55,8 +55,9 @@ class CoupledFeedback:
     """An observer that replaces each layer's outputs by those of a coupled recurrence with error feedback.
 
     What rounding leaves out is a residual r, kept in a format of its own and carried through the window as the state
-    is, x = fold(S) + fold(r) without new values, S = Q(x), r = R(x − S). Outputs see S alone. With ``residual`` None
-    there is no feedback. (A residual that is not carried along makes things worse: it outlives what it corrects.)
+    is, x = fold(S) + fold(r) without new values, S = Q(x), r = R(x − S). Outputs see S alone, but for the token that
+    flushes, which sees x. With ``residual`` None there is no feedback. (A residual that is not carried along makes
+    things worse: it outlives what it corrects.)
     """
 
     def __init__(self, window: int, rounding: Rounding, residual: Rounding | None, prompt: int = 0) -> None:
@@ -73,7 +74,7 @@ class CoupledFeedback:
         self._seen[layer.name] = seen + inputs.tokens
         if seen < self._prompt:
             track.skip(inputs)
-            self._held[layer.name] = self._round(track.state, None)
+            self._held[layer.name] = self._round(track.state)
             return
         if (seen - self._prompt) % self._window:
             raise InvalidValueError(f"a chunk begins inside a window of {self._window}; chunks must be whole windows")
@@ -84,18 +85,17 @@ class CoupledFeedback:
             out = readout(held, read_terms(window), window.v)
             if tokens.tokens == self._window:
                 terms = fold_terms(window)
-                folded = fold(held, terms, window.v)
-                if left is not None:
-                    left = fold(left, terms, torch.zeros_like(window.v))  # the recurrence is linear in the state
-                out[..., -1:, :] = window.q[..., -1:, :] @ folded.mT
-                held, left = self._round(folded, left)
+                whole = fold(held, terms, window.v)
+                if left is not None:  # carried through the window too, as the recurrence is linear in the state
+                    whole = whole + fold(left, terms, torch.zeros_like(window.v))
+                out[..., -1:, :] = window.q[..., -1:, :] @ whole.mT
+                held, left = self._round(whole)
             y[:, start : start + tokens.tokens] = out.transpose(1, 2)
         self._held[layer.name] = held, left
 
-    def _round(self, state: Tensor, left: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        wanted = state if left is None else state + left
-        held = self._rounding(wanted)
-        return held, None if self._residual is None else self._residual(wanted - held)
+    def _round(self, state: Tensor) -> tuple[Tensor, Tensor | None]:
+        held = self._rounding(state)
+        return held, None if self._residual is None else self._residual(state - held)
 
 
 @dataclass(frozen=True)
