@@ -17,7 +17,8 @@ from ...quant.errors import InvalidValueError, QuantizeStateError
 from ...quant.policy import StatePolicy
 from ...quant.recipe import Recipe
 from .. import provenance
-from ..evaluate import ArmPolicy, _describe, _device_name, _policies, _record
+from ..evaluate import _describe, _device_name, _policies, _record
+from ..measure import ArmPolicy, policy_of
 from ..models import LoadedModel, load_model
 from ..records import digest
 from ..rundir import RunDirectory
@@ -65,7 +66,7 @@ def ask(
     with ExitStack() as stack:
         handle = stack.enter_context(attach(loaded.model, "reference"))
         for policy in policies.values():  # recipes name layers: all must be there before hours are spent
-            handle.use(policy)
+            handle.use(policy_of(policy))
         how = Sampling(plan.temperature, plan.top_k, plan.top_p, plan.seed)
         lm = PairedLM(
             handle,
@@ -101,7 +102,7 @@ def ask(
             mine = asked[index - 1 :: count]
             for name, policy in policies.items():
                 _check_policy(store, name, policy)
-                handle.use(policy)
+                handle.use(policy_of(policy))
                 _ask_arm(lm, harness, mine, name, policy, plan.repeats, store, ranks, progress)
         ranks.wait()
         if not ranks.first:
