@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +28,25 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="let a model directory or hub repository run its own code"
     )
+
+
+def recipe_arms(model: str, recipe: str | None, *, look: bool) -> dict[str, Any]:
+    """The arm of ``--recipe``, a YAML file or ``auto``; without it, and if ``look``, of the recipe in the model's own
+    directory, where there is one. Raises QuantizeStateError where ``auto`` finds none."""
+    from pathlib import Path
+
+    from ..quant.recipe import Recipe
+
+    if recipe not in (None, "auto"):
+        return {f"recipe:{Path(recipe).stem}": Recipe.from_yaml(Path(recipe))}
+    if recipe is None and not look:
+        return {}
+    from ..adapters import required_recipe, resolve_recipe
+    from ..evals.models import resolve_source
+
+    source = resolve_source(model)
+    own = required_recipe(source) if recipe == "auto" else resolve_recipe(source)
+    return {} if own is None else {"recipe:model": own}
 
 
 def quiet_transformers() -> None:

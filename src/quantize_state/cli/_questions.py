@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..quant.errors import InvalidValueError, QuantizeStateError
-from ._options import add_model_options, quiet_transformers
+from ._options import add_model_options, quiet_transformers, recipe_arms
 
 if TYPE_CHECKING:
     from ..evals.questions.plan import Plan, Source
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser)
     parser.add_argument("--arms", metavar="ARM,…", help="comma-separated arms (default: see `quantize-state ls`)")
-    parser.add_argument("--recipe", metavar="FILE", help="add an arm: a YAML recipe with a policy per layer")
+    parser.add_argument("--recipe", metavar="FILE", help="add an arm: a YAML recipe, or auto for the model's own")
     parser.add_argument("--repeats", type=int, default=1, metavar="R", help="answers per question (default: 1)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the top P (default: 1)")
@@ -79,7 +79,6 @@ def arms_of(args: argparse.Namespace, likelihood: bool | None = None) -> dict[st
     """The arms by name. Without --arms the default ones, and where tokens are drawn the reference with other seeds."""
     from ..evals.questions.result import RESEEDED
     from ..quant.policy import DEFAULT_ARMS, parse_arm
-    from ..quant.recipe import Recipe
 
     if args.arms is not None and not args.arms.strip(", "):
         raise InvalidValueError("--arms names no arm; see `quantize-state ls`")
@@ -90,9 +89,7 @@ def arms_of(args: argparse.Namespace, likelihood: bool | None = None) -> dict[st
             parse_arm(name)  # a misspelt arm should not cost the time that torch takes to load a model
     arms: dict[str, Any] = {"reference": "reference"}  # with which every arm is compared
     arms |= {name: name for name in names}
-    if args.recipe:
-        arms[f"recipe:{Path(args.recipe).stem}"] = Recipe.from_yaml(Path(args.recipe))
-    return arms
+    return arms | recipe_arms(args.model, args.recipe, look=args.arms is None)
 
 
 def need_lm_eval() -> None:
@@ -122,7 +119,11 @@ def ask_and_report(args: argparse.Namespace, tasks: list[tuple[str, Source, Path
     arms, ranks = arms_of(args), Ranks()
     out = Path(ranks.same(args.out if args.out is not None else str(fresh_folder(args.model))))
     loaded = load_model(
-        args.model, device=ranks.device(args.device), dtype=args.dtype, trust_remote_code=args.trust_remote_code
+        args.model,
+        device=ranks.device(args.device),
+        dtype=args.dtype,
+        device_map=args.device_map,
+        trust_remote_code=args.trust_remote_code,
     )
     errors = Console(stderr=True)
     try:

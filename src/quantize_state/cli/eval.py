@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ._options import add_model_options, quiet_transformers
+from ._options import add_model_options, quiet_transformers, recipe_arms
 
 
 def add_parser(subparsers) -> None:
@@ -74,7 +74,6 @@ def run(args: argparse.Namespace) -> int:
     from ..evals.weights import WEIGHT_ARMS
     from ..quant.errors import InvalidValueError
     from ..quant.policy import DEFAULT_ARMS, parse_arm
-    from ..quant.recipe import Recipe
 
     if args.arms is not None and not args.arms.strip(", "):
         raise InvalidValueError("--arms names no arm; see `quantize-state ls`")
@@ -83,16 +82,7 @@ def run(args: argparse.Namespace) -> int:
     for name in names:
         parse_arm(name)  # a misspelt arm should not cost the time that torch takes to load a model
     arms: dict[str, Any] = {name: name for name in names}
-    if args.recipe not in (None, "auto"):
-        arms[f"recipe:{Path(args.recipe).stem}"] = Recipe.from_yaml(Path(args.recipe))
-    elif args.recipe == "auto" or args.arms is None:
-        from ..adapters import required_recipe, resolve_recipe
-        from ..evals.models import resolve_source
-
-        source = resolve_source(args.model)
-        own = required_recipe(source) if args.recipe == "auto" else resolve_recipe(source)
-        if own is not None:
-            arms["recipe:model"] = own
+    arms |= recipe_arms(args.model, args.recipe, look=args.arms is None)
 
     if args.engine == "vllm":
         return _through_vllm(args, arms)
