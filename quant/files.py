@@ -6,7 +6,7 @@ import errno
 import os
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .errors import QuantizeStateError
@@ -39,7 +39,8 @@ def replacing(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[Path
         kept = "the old file is unchanged" if path.exists() else "nothing was written"
         raise QuantizeStateError(f"can't write {path}: {error.strerror or error}; {kept}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # where it could not be made, it may not be looked for either
+            temporary.unlink()
 
 
 def _exists(path: Path) -> QuantizeStateError:

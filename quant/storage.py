@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .codec import EncodedState
-from .errors import FileFormatError, InvalidValueError, QuantizeStateError
+from .errors import FileFormatError, InvalidValueError
 from .files import replacing
 from .policy import StatePolicy
 from .spec import LayerSpec
@@ -51,7 +51,7 @@ def save_states(states: Mapping[str, DecodeState], path: str | os.PathLike[str])
         try:
             save_file(tensors, temporary, metadata)
         except SafetensorError as error:
-            raise QuantizeStateError(f"can't write {path}: {error}") from error
+            raise OSError(str(error)) from error  # newer versions of safetensors name the system's error in it alone
 
 
 def load_states(path: str | os.PathLike[str], device: str = "cpu") -> dict[str, DecodeState]:
