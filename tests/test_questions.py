@@ -21,6 +21,7 @@ import datasets
 
 from quantize_state.adapters import attach
 from quantize_state.evals.embedded import EMBEDDED
+from quantize_state.evals.injected import Injected
 from quantize_state.evals.models import load_model
 from quantize_state.evals.questions import harness as h
 from quantize_state.evals.questions import pairing, standin
@@ -451,3 +452,10 @@ def test_any_question_task_of_lm_eval_can_be_asked(loaded, tmp_path):
     assert len(result.questions) == 3 and result.task.data_sha256 == "" and result.task.filter == "none"
     assert result.arm("decoupled-fp8").accuracy.answers == 3
     assert max(map(int, result.arms[0].repeats[0].tokens.split(" "))) <= 3
+
+
+def test_an_injected_arm_is_refused(loaded, tmp_path):
+    """Its observer follows known text; asked, it would answer as FP32 does under its name."""
+    arms = {"reference": "reference", "mine": Injected(lambda prompt: None, 16, 8.0, 4.0)}
+    with pytest.raises(InvalidValueError, match="'mine' is injected, which evaluate alone runs"):
+        ask(loaded, "gpqa", arms, Source("short", short()), Plan(), tmp_path / "run")

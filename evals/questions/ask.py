@@ -18,6 +18,7 @@ from ...quant.policy import StatePolicy
 from ...quant.recipe import Recipe
 from .. import provenance
 from ..evaluate import _describe, _device_name, _policies, _record
+from ..injected import Injected
 from ..measure import ArmPolicy, policy_of
 from ..models import LoadedModel, load_model
 from ..records import digest
@@ -168,6 +169,9 @@ def _arm_policies(arms: Any, plan: Plan) -> dict[str, ArmPolicy]:
     named = dict(arms) if isinstance(arms, Mapping) else {name: name for name in arms}
     reseeded = named.pop(r.RESEEDED, None)
     policies = _policies(named, plan.window, plan.seed)
+    for name, policy in policies.items():
+        if isinstance(policy, Injected):
+            raise InvalidValueError(f"the arm {name!r} is injected, which evaluate alone runs; questions need a policy")
     if "reference" not in policies:
         raise InvalidValueError("the arms need the one called reference: all others are compared with it")
     if reseeded is not None:
