@@ -6,19 +6,20 @@ import argparse
 from typing import Any
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """MODEL, --device, --device-map and --dtype."""
+def add_model_options(parser: argparse.ArgumentParser, *, spread: bool = True) -> None:
+    """MODEL, --device, --device-map (where the command can ``spread`` a model over devices) and --dtype."""
     parser.add_argument(
         "model",
         metavar="MODEL",
         help="an embedded model (see `quantize-state ls`), a Hugging Face directory, or a hub id",
     )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
-    parser.add_argument(
-        "--device-map",
-        choices=("auto",),
-        help="spread a model that is too large for one device over all of them (needs accelerate)",
-    )
+    if spread:
+        parser.add_argument(
+            "--device-map",
+            choices=("auto",),
+            help="spread a model that is too large for one device over all of them (needs accelerate)",
+        )
     parser.add_argument(
         "--dtype",
         default="auto",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser)
+    add_model_options(parser, spread=False)
     parser.add_argument("--arms", metavar="ARM,…", help="comma-separated arms (default: see `quantize-state ls`)")
     parser.add_argument("--recipe", metavar="FILE", help="add an arm: a YAML recipe, or auto for the model's own")
     parser.add_argument("--repeats", type=int, default=1, metavar="R", help="answers per question (default: 1)")

@@ -156,6 +156,9 @@ def _through_vllm(args: argparse.Namespace, arms: dict[str, Any]) -> int:
         raise InvalidValueError("--engine vllm needs vLLM; `pip install quantize-state[vllm]` brings it")
     if args.generate:
         raise InvalidValueError("--generate goes with the engines scan and step; --engine vllm runs on the text")
+    if args.weights is not None or args.device_map is not None:
+        given = "--weights" if args.weights is not None else "--device-map"
+        raise InvalidValueError(f"{given} goes with the engines scan and step; leave it out with --engine vllm")
     from rich.console import Console
 
     from ..evals.records import write_atomic
