@@ -122,7 +122,6 @@ def ask_and_report(args: argparse.Namespace, tasks: list[tuple[str, Source, Path
         args.model,
         device=ranks.device(args.device),
         dtype=args.dtype,
-        device_map=args.device_map,
         trust_remote_code=args.trust_remote_code,
     )
     errors = Console(stderr=True)

@@ -163,7 +163,7 @@ def _through_vllm(args: argparse.Namespace, arms: dict[str, Any]) -> int:
 
     from ..evals.records import write_atomic
     from ..evals.rundir import fresh_folder
-    from ..integrations.vllm.compare import compare, print_comparison
+    from ..evals.through_vllm import compare, print_comparison
 
     out = Path(args.out) if args.out is not None else fresh_folder(args.model)
     stored = out / "vllm.json"

@@ -20,17 +20,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...adapters import attach
-from ...evals import provenance
-from ...evals.metrics import Evidence, KLMeter
-from ...evals.models import load_model, resolve_source
-from ...evals.records import to_plain
-from ...evals.rollout import Rollout
-from ...evals.text import load_text, tokenise
-from ...quant.errors import QuantizeStateError
-from ...quant.policy import StatePolicy, parse_arm
-from ...quant.recipe import Recipe
-from .serving import check_servable
+from ..adapters import attach
+from ..integrations.vllm.serving import check_servable
+from ..quant.errors import QuantizeStateError
+from ..quant.policy import StatePolicy, parse_arm
+from ..quant.recipe import Recipe
+from . import provenance
+from .metrics import Evidence, KLMeter
+from .models import load_model, resolve_source
+from .records import to_plain
+from .rollout import Rollout
+from .text import load_text, tokenise
 
 SCHEMA = "quantize-state/vllm/1"
 PROMPT = 64
@@ -183,7 +183,7 @@ def print_comparison(result: Mapping[str, Any]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from ...evals import formatting as f
+    from . import formatting as f
 
     table = Table(box=None, pad_edge=False, header_style="bold", collapse_padding=True)
     table.add_column("arm", no_wrap=True)
