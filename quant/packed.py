@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from .formats import FORMATS
 from .policy import StatePolicy
 from .recipe import Recipe
 from .storage import SCHEMA as STATE_SCHEMA
+from .storage import digest
 from .tensorfile import NAMES, Slot, TensorFile, TensorWriter, pieces, writing
 
 SCHEMA = "quantize-state/packed/1"
@@ -195,7 +197,9 @@ def unpack(file: PackedFile, out: str | os.PathLike[str], *, progress: Progress 
         if name in copies:
             slots |= {f"{_copy_of(name)}/{k}": s for k, s in _slots_of(copies[name], entry.state_shape).items()}
     tally = _Tally(sum(slots[entry.tensor].nbytes for entry in entries.values()), progress)
-    with writing(out, slots, origin) as writer:
+    # what is decoded is not what was saved: a DecodeState file gets the checksum of its new contents
+    stateful = origin.get("schema") == STATE_SCHEMA
+    with writing(out, slots, origin, seal=partial(digest, origin["layers"]) if stateful else None) as writer:
         for name in kept:
             _copy(source, name, name, writer, None)
         for name, entry in entries.items():

@@ -46,7 +46,7 @@ def save_states(states: Mapping[str, DecodeState], path: str | os.PathLike[str])
             },
         }
     described = json.dumps(layers)
-    metadata = {"schema": SCHEMA, "layers": described, "sha256": _digest(described, tensors)}
+    metadata = {"schema": SCHEMA, "layers": described, "sha256": digest(described, tensors)}
     with replacing(path, overwrite=True) as temporary:
         try:
             save_file(tensors, temporary, metadata)
@@ -72,7 +72,7 @@ def load_states(path: str | os.PathLike[str], device: str = "cpu") -> dict[str, 
                 )
             # clone: what is read must not change with the file
             tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 - not a mapping
-        if metadata["sha256"] != _digest(metadata["layers"], tensors):
+        if metadata["sha256"] != digest(metadata["layers"], tensors):
             raise FileFormatError(f"{path} is damaged: its contents don't fit its checksum. Copy it again.")
         states = {name: _state(name, entry, tensors) for name, entry in json.loads(metadata["layers"]).items()}
     except FileNotFoundError:
@@ -143,7 +143,7 @@ def _check(name: str, state: DecodeState) -> None:
         raise FileFormatError(f"layer {name!r} has a ring of {state.policy.window} that claims to hold other counts")
 
 
-def _digest(described: str, tensors: Mapping[str, Tensor]) -> str:
+def digest(described: str, tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 over the description and every tensor's name, dtype, shape and bytes (contiguous, on the CPU)."""
     digest = hashlib.sha256(described.encode())
     for key in sorted(tensors):

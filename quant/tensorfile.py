@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -36,6 +36,9 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 """safetensors' names of the dtypes that states and what travels with them have."""
+
+UNSEALED = "0" * 64
+"""What stands for a file's SHA-256 until it is known."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -100,9 +103,19 @@ class TensorWriter:
 
 @contextmanager
 def writing(
-    path: str | os.PathLike[str], slots: Mapping[str, Slot], metadata: Mapping[str, str], *, overwrite: bool = False
+    path: str | os.PathLike[str],
+    slots: Mapping[str, Slot],
+    metadata: Mapping[str, str],
+    *,
+    overwrite: bool = False,
+    seal: Callable[[Mapping[str, Tensor]], str] | None = None,
 ) -> Iterator[TensorWriter]:
-    """Write a safetensors file with the given tensors; it appears whole, read back by safetensors, or not at all."""
+    """Write a safetensors file with the given tensors; it appears whole, read back by safetensors, or not at all.
+
+    ``seal`` gives the metadata's ``sha256`` from the tensors, once they are all written: it stands in front of them.
+    """
+    if seal is not None:
+        metadata = {**metadata, "sha256": UNSEALED}
     with replacing(path, overwrite=overwrite) as temporary:
         with open(temporary, "xb") as file:
             writer = TensorWriter(file, slots, metadata)
@@ -111,6 +124,28 @@ def writing(
         with TensorFile(temporary) as written:
             if dict(written.slots) != dict(slots):
                 raise FileFormatError(f"{path} did not read back as it was written; is the disk sound?")
+            sealed = None if seal is None else seal(_Lazy(written))
+        if sealed is not None:
+            with open(temporary, "rb+") as file:
+                header = file.read(8 + int.from_bytes(file.read(8), "little"))
+                file.seek(8 + header.index(UNSEALED.encode()))
+                file.write(sealed.encode())
+
+
+class _Lazy(Mapping[str, Tensor]):
+    """The tensors of a file, read one at a time."""
+
+    def __init__(self, file: TensorFile) -> None:
+        self._file = file
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file.slots)
+
+    def __len__(self) -> int:
+        return len(self._file.slots)
 
 
 class TensorFile:

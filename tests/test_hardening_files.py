@@ -84,7 +84,7 @@ def test_any_flipped_bit_is_noticed(file):
 
 def rewritten(file, change):
     """The file again with ``change(tensors, layers, metadata)`` done and a checksum that fits."""
-    from quantize_state.quant.storage import _digest
+    from quantize_state.quant.storage import digest
 
     with safe_open(file, framework="pt") as opened:
         metadata = opened.metadata()
@@ -92,7 +92,7 @@ def rewritten(file, change):
     layers = json.loads(metadata["layers"])
     change(tensors, layers, metadata)
     metadata["layers"] = json.dumps(layers)
-    metadata["sha256"] = _digest(metadata["layers"], tensors)
+    metadata["sha256"] = digest(metadata["layers"], tensors)
     save_file({key: t.contiguous() for key, t in tensors.items()}, file, metadata)
 
 

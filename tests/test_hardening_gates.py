@@ -108,6 +108,9 @@ class Taken:
 
     decoding = False
 
+    def decodes(self, initial):
+        return False
+
     def recur(self, inputs, initial, **options):
         self.inputs, self.options = inputs, options
         return torch.zeros(inputs.v.shape), None

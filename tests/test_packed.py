@@ -137,7 +137,7 @@ def decode_states(policy="decoupled-nvfp4", slots=3):
         g = torch.Generator().manual_seed(i)
         state.renew_(torch.randn(slots, 4, 24, 32, generator=g))
         state.ring["v"].normal_(generator=g)
-        state.cursor += 5
+        state.cursor += min(5, state.policy.window - 1)
         states[f"layers.{i}"] = state
     return states
 

@@ -58,11 +58,11 @@ def bench(*times):
 @pytest.mark.parametrize("op", sweep.OPS)
 def test_candidates_begin_with_the_tables_own_and_fit(op):
     spec = SHAPES["nemotron-3-super"]
-    base = Launch(warps=4, rows=32, columns=64, encode_rows=16, programs=264)
+    base = Launch(warps=4, rows=32, columns=64, programs=264)
     found = sweep.candidates(op, base, spec)
     assert found[0] == base and len(found) == len(set(found)) > 3
     changed = {name for c in found for name, value in vars(c).items() if value != getattr(base, name)}
-    expected = {"standard": {"rows"}, "readout": {"rows"}, "fold": {"stages", "programs"}, "window": {"columns"}}
+    expected = {"standard": {"rows"}, "readout": {"rows"}, "fold": {"rows", "columns", "stages", "programs"}}
     assert changed == expected.get(op, set()) | {"warps"}
 
 
@@ -137,12 +137,12 @@ def test_the_tables_key_is_what_the_kernels_ask_for():
         for family in ("gdn", "mamba2"):
             spec = replace(TINY, family=family)
             for op in ("readout", "fold", "window", "plan"):
-                marked = Launch(rows=16, warps=16, columns=32, encode_rows=16, programs=1)
+                marked = Launch(rows=16, warps=16, columns=32, programs=1)
                 sizes = {} if op == "plan" else {"value_dim": 16, "key_dim": 32}
                 with sweep.preferred(Entry(marked, op, sweep.key_of(op, spec, policy) or None, isa=90, **sizes)):
                     calls = record(spec, policy, TARGETS["90a"])
                 names = [c.kernel.__name__ for c in calls if c.keywords["num_warps"] == 16]
-                assert len(names) == 1 and op in names[0], (policy.name, family, op, names)
+                assert names and all(op in name for name in names), (policy.name, family, op, names)
 
 
 def speed_result(times):

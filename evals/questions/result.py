@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 import numpy as np
 
@@ -130,6 +130,8 @@ class Arm:
     lengths: Lengths | None
     seconds: float
     repeats: list[Repeat]
+    weights: ClassVar[None] = None
+    """Questions are asked of the model's own weights; the verdicts of evaluations look here."""
 
 
 @dataclass(frozen=True)

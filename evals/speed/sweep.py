@@ -60,9 +60,8 @@ def candidates(op: str, base: Launch, spec: LayerSpec, programs: int = 132) -> l
     if op in ("standard", "readout"):
         knobs["rows"] = [8, *rows] if op == "standard" else rows
     elif op == "fold":
-        knobs |= {"warps": (2, 4, 8, 16), "stages": (1, 2, 3), "programs": [programs * n for n in (1, 2, 4, 8)]}
-    elif op == "window":
-        knobs["columns"] = (16, 32, 64)
+        knobs |= {"warps": (2, 4, 8), "rows": (16, 32), "columns": (16, 32, 64), "stages": (1, 3)}
+        knobs["programs"] = [programs * n for n in (2, 4, 8)]
     settings: list[dict[str, Any]] = [dict(zip(knobs, v, strict=True)) for v in itertools.product(*knobs.values())]
     tried = [replace(base, **chosen) for chosen in settings]
     if "rows" in knobs:  # 8 to 256 state elements in the registers of a thread

@@ -21,7 +21,7 @@ except ImportError as error:  # a CPU-only installation
         """Takes the place of triton and triton.language: decorators return their function, the rest is never run."""
 
         def __getattr__(self, name: str) -> Any:
-            return lambda value=None, **_: value
+            return lambda value=None, **_: value if value is not None else lambda function: function
 
     triton = tl = _Missing()  # type: ignore[assignment]
 else:

@@ -31,7 +31,7 @@ def standard_kernel(
     p_slots, p_cursor, p_position,
     p_x, p_d, p_gate, p_y,  # [B, H, V], [H], [B, H, V], [B, H, V]
     p_status,  # int64 [1]: 1 + slot·H + head of some state that is not finite; never cleared here
-    s_state, s_q, s_k, s_v, s_beta, s_g,
+    s_state, s_q, s_k, s_v, s_beta, s_g, s_cursor, s_position,
     H, Hk,
     V: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     MAMBA2: tl.constexpr, CHANNEL: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr,
@@ -42,7 +42,7 @@ def standard_kernel(
     i_slot = tl.load(p_slots + i_b).to(tl.int64)
     if i_slot < 0:
         return
-    if tl.load(p_cursor + i_slot) != 0:
+    if tl.load(p_cursor + i_slot * s_cursor) != 0:
         return
     TILES: tl.constexpr = (V + R - 1) // R
     i_h = tl.program_id(0) // TILES
@@ -77,7 +77,7 @@ def standard_kernel(
     b_s += b_u[:, None] * b_k[None, :]
     tl.store(p_s, b_s, mask=m_v[:, None])
     if tl.program_id(0) == 0:
-        tl.store(p_position + i_slot, tl.load(p_position + i_slot) + 1)
+        tl.store(p_position + i_slot * s_position, tl.load(p_position + i_slot * s_position) + 1)
     # Inf and NaN times anything, zero too, are not finite: a bad state shows in the outputs, at no cost
     if (tl.sum(tl.abs(b_y), axis=0) < float("inf")) == 0:
         b_sum = tl.sum(tl.sum(tl.abs(b_s), axis=1), axis=0)
@@ -144,7 +144,7 @@ def step(
         checkpoint, token["q"], token["k"], token["v"], token["beta"], g, rate,
         slots, state.cursor, state.position, x, d, out if gate is None else gate, out, status,
         slot_stride(checkpoint, "checkpoint"), *(slot_stride(token[n], n) for n in ("q", "k", "v", "beta")),
-        slot_stride(g, "g"), spec.heads, spec.key_heads,
+        slot_stride(g, "g"), state.cursor.stride(0), state.position.stride(0), spec.heads, spec.key_heads,
         V=spec.value_dim, K=spec.key_dim, R=rows, MAMBA2=mamba2, CHANNEL=spec.rules.decay == "channel",
         NORM=spec.qk_l2norm, SCALE=spec.query_scale, SKIP=skip is not None, GATE=gate is not None,
     )  # fmt: skip
