@@ -130,3 +130,21 @@ def test_a_model_of_no_directory_brings_nothing():
     run(model, tokens(1, 2))  # and nothing of it is left attached
     with pytest.raises(InvalidValueError, match="no model directory"):
         export_recipe(model, "decoupled-nvfp4", ".")
+
+
+def test_questions_take_up_the_models_own_recipe(folder):
+    """The arms of gpqa and tasks: the exported recipe by default or when asked for, not beside arms that were named."""
+    from argparse import Namespace
+
+    from quantize_state.cli._questions import arms_of
+
+    def asked(**given):
+        return arms_of(Namespace(**{"model": str(folder), "arms": None, "recipe": None, "temperature": 0.0} | given))
+
+    assert "recipe:model" not in asked()
+    with pytest.raises(InvalidValueError, match="brings no recipe"):
+        asked(recipe="auto")
+    export_recipe(meta_model(str(folder)), RECIPE, folder)
+    assert asked()["recipe:model"] == RECIPE
+    assert "recipe:model" not in asked(arms="replay-fp32")
+    assert asked(arms="replay-fp32", recipe="auto")["recipe:model"] == RECIPE

@@ -51,8 +51,15 @@ def recipe_arms(model: str, recipe: str | None, *, look: bool) -> dict[str, Any]
 
 
 def quiet_transformers() -> None:
-    """No loading bars and no advice on other kernels: standard output and error are for this command's words."""
+    """No loading bars and no advice on other kernels: standard output and error are for this command's words.
+
+    Call it before a model is loaded: transformers then imports torchao, where that is installed.
+    """
+    import logging as python_logging
+
     from transformers.utils import logging
 
+    for name in ("torchao", "torch.utils._pytree"):  # extensions that this machine can't load, and deprecations
+        python_logging.getLogger(name).setLevel(python_logging.ERROR)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
