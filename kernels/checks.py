@@ -18,8 +18,8 @@ from ..quant.spec import LayerSpec
 from ..quant.state import DecodeState
 from . import launch, sequence
 from .cases import forget_unused, random_state, random_tokens
+from .fold.renew import renew
 from .standard.reference import standard
-from .standard.renew import renew
 from .standard.triton import step as standard_step
 from .step import step as reference_step
 

@@ -25,11 +25,11 @@ from ..quant.spec import LayerSpec
 from ..quant.state import DecodeState
 from . import sequence
 from .device.targets import BLACKWELL, INTERPRET, TARGETS, Target, unavailable
+from .fold.renew import renew
 from .inputs import TokenInputs
 from .launch import Call, recording
 from .scan import triton as scan
 from .shapes import SHAPES, find_shape
-from .standard.renew import renew
 from .standard.triton import step as standard_step
 
 READS = (None, "fp32", "bf16", "fp16", "fp8_e4m3", "mxfp8", "int8", "nvfp4", "mxfp4")
@@ -223,7 +223,7 @@ def _problems(
     if target.isa >= BLACKWELL and policy.read in ("nvfp4", "mxfp4"):
         if name == "readout_kernel" and not counts["fp4_unpack"]:
             yield "no hardware conversion from E2M1"
-        if name in ("fold_kernel", "renew_kernel") and not counts["fp4_pack"]:
+        if name == "renew_kernel" and not counts["fp4_pack"]:
             yield "no hardware conversion to E2M1"
     if counts["fp8_pack"]:
         yield "rounds to E4M3 by a conversion, which ptxas 12.8 and 12.9 miscompile; device/codec.py rounds by addition"

@@ -20,8 +20,7 @@ ANY = None
 
 @dataclass(frozen=True)
 class Launch:
-    """``rows`` of a readout's tile of the state, or of the fold's encoder; ``columns`` of the fold's tile, which has
-    all rows; ``programs``: how many persistent programs of a fold, at most."""
+    """``rows`` and ``columns`` of a tile of the state; ``programs``: how many persistent programs, at most."""
 
     warps: int
     rows: int = 0
@@ -50,10 +49,10 @@ TABLE: tuple[Entry, ...] = (
     Entry(Launch(rows=64, warps=2), "readout", "mxfp4"),
     Entry(Launch(rows=32, warps=4), "readout", "fp32"),
     Entry(Launch(rows=32, warps=4), "readout"),
-    Entry(Launch(rows=16, columns=32, warps=4, programs=132 * 4), "fold", value_dim=64),
-    Entry(Launch(rows=32, columns=32, warps=4, programs=132 * 4), "fold"),
+    Entry(Launch(rows=64, columns=32, warps=4, programs=132 * 4), "fold"),
+    Entry(Launch(rows=16, warps=4, programs=132 * 8), "renew"),
     Entry(Launch(warps=1), "window"),
-    Entry(Launch(warps=1), "plan"),
+    Entry(Launch(warps=4), "plan"),
     # terms of a scan by padded window; the carry of nvfp4 holds whole heads, whose scale is one, others some rows
     Entry(Launch(warps=8, columns=32), "scan_terms", "64"),
     Entry(Launch(warps=8, columns=64), "scan_terms", "32"),

@@ -16,11 +16,11 @@ from torch import Tensor
 from ..quant.errors import InvalidValueError, NonFiniteStateError
 from ..quant.formats import FORMATS
 from ..quant.policy import StatePolicy
-from ..quant.rotation import ROTATIONS
 from ..quant.spec import LayerSpec
 from ..quant.state import DecodeState
 from .device.targets import triton, unavailable
-from .device.views import kernel_views, slot_stride
+from .device.views import rotation_size, slot_stride
+from .fold.renew import needs_top, renew
 from .fold.triton import fold_kernel
 from .inputs import TokenInputs
 from .launch import find_launch, isa_of, run
@@ -66,6 +66,7 @@ class Workspace:
     gain: Tensor
     c: Tensor
     start: Tensor
+    top: Tensor
     status: Tensor
 
     @classmethod
@@ -94,6 +95,7 @@ class Workspace:
             gain=empty(batch, tokens, spec.heads),
             c=empty(batch, tokens, spec.heads, window),
             start=empty(batch, spec.heads, window),
+            top=empty(batch, spec.heads, dtype=torch.int32),
             status=torch.zeros(1, dtype=torch.int64, device=device),
         )
 
@@ -105,14 +107,6 @@ class Workspace:
                 f"the state of layer {state.layer!r}, slot {slot}, head {head} holds Inf or NaN; "
                 "its inputs overflowed or were already not finite"
             )
-
-
-def rotation_size(state: DecodeState) -> int:
-    """Columns that the copy's rotation mixes; 0 for none."""
-    rotation = state.read_source.rotation
-    if rotation is None:
-        return 0
-    return min(state.spec.key_dim, ROTATIONS[rotation] or state.spec.key_dim)
 
 
 def step(
@@ -167,7 +161,7 @@ def verify(
         verify_plan_kernel, (1,), find_launch("plan", "", 0, 0, isa_of(slots.device), batch),
         slots, state.cursor, w.closing, w.row, w.none, w.used, w.verified, w.flushing, w.count,
         state.cursor.stride(0), batch, inputs.tokens,
-        L=state.policy.window, BP=triton.next_power_of_2(batch), EARLY=early,
+        L=state.policy.window, BP=min(1024, triton.next_power_of_2(batch)), EARLY=early,
     )  # fmt: skip
     window(state, inputs, slots, w, row=w.closing, used=w.none)
     fold(state, inputs, slots, w, out, row=w.closing, skip=skip, gate=gate)
@@ -214,7 +208,7 @@ def plan(state: DecodeState, slots: Tensor, w: Workspace) -> None:
         plan_kernel, (1,), launch,
         slots, state.cursor, state.position, w.row, w.used, w.flushing, w.count,
         state.cursor.stride(0), state.position.stride(0), batch,
-        L=state.policy.window, BP=triton.next_power_of_2(batch),
+        L=state.policy.window, BP=min(1024, triton.next_power_of_2(batch)),
     )  # fmt: skip
 
 
@@ -233,7 +227,7 @@ def window(
     common: dict[str, Any] = {
         "K": spec.key_dim, "L": length, "LP": max(16, triton.next_power_of_2(length)), "T": inputs.tokens,
         "GROUP": group, "VP": triton.next_power_of_2(spec.value_dim), "NORM": spec.qk_l2norm, "SCALE": spec.query_scale,
-        "ROTATE": rotation_size(state), "HALF": w.theta.element_size() == 2, "ISA": isa,
+        "ROTATE": rotation_size(state.read_source), "HALF": w.theta.element_size() == 2, "ISA": isa,
     }  # fmt: skip
     grid = (inputs.rows, spec.heads if spec.rules.delta_rule else spec.key_heads)
     sizes = (spec.heads, spec.key_heads, spec.value_dim)
@@ -245,7 +239,7 @@ def window(
         mix = mixing_of(state)
         run(
             delta_window, grid, launch,
-            t["q"], t["k"], t["v"], t["beta"], t["g"], *rings, mix, *orders, w.theta, w.gain, w.c, w.start,
+            t["q"], t["k"], t["v"], t["beta"], t["g"], *rings, mix, *orders, w.theta, w.gain, w.c, w.start, w.top,
             *token_strides, *ring_strides, slot_stride(mix, "mix"), *sizes,
             CHANNEL=spec.rules.decay == "channel", **common,
         )  # fmt: skip
@@ -253,7 +247,7 @@ def window(
         common["VP"] = triton.next_power_of_2(group * spec.value_dim)
         run(
             mamba2_window, grid, launch,
-            t["q"], t["k"], t["v"], t["beta"], state.decay_rate, *rings, *orders, w.theta, w.gain, w.c,
+            t["q"], t["k"], t["v"], t["beta"], state.decay_rate, *rings, *orders, w.theta, w.gain, w.c, w.top,
             *token_strides, *ring_strides, *sizes, GP=triton.next_power_of_2(group), **common,
         )  # fmt: skip
 
@@ -263,35 +257,31 @@ def fold(
     *, row: Tensor | None = None, skip: tuple[Tensor, Tensor] | None = None, gate: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fold, renew the copy and write the first outputs of the rows that flush, with their rings up to ``row``."""
-    spec, ring, source = state.spec, state.ring, state.read_source
+    spec, ring = state.spec, state.ring
     isa = isa_of(slots.device)
-    format = "none" if state.copy is None else source.format
-    launch = find_launch("fold", format, spec.value_dim, spec.key_dim, isa, inputs.rows)
-    views = kernel_views(source)
-    t = tokens_of(inputs)
     channel = spec.rules.decay == "channel"
+    launch = find_launch("fold", spec.family, spec.value_dim, spec.key_dim, isa, inputs.rows)
+    t = tokens_of(inputs)
     g = ring["g"] if channel else w.gain
     mix = mixing_of(state) if spec.rules.delta_rule else w.gain
     x, d = skip if skip is not None else (out, w.gain)
-    length, rows = state.policy.window, max(16, triton.next_power_of_2(spec.value_dim))
-    grid = (min(launch.programs, inputs.rows * spec.heads),)
+    length, rows = state.policy.window, min(launch.rows, max(16, triton.next_power_of_2(spec.value_dim)))
+    items = inputs.rows * spec.heads * triton.cdiv(spec.value_dim, rows)
     run(
-        fold_kernel, grid, launch,
-        state.checkpoint.codes, views.codes, views.row, views.block, views.total,
-        ring["k"], ring["v"], g, w.c, w.start, w.gain, t["q"], mix,
-        slots, w.flushing, w.count, w.row if row is None else row, x, d, out if gate is None else gate, out, w.status,
+        fold_kernel, (min(launch.programs, items),), launch,
+        state.checkpoint.codes, ring["k"], ring["v"], g, w.c, w.start, w.gain, t["q"], mix,
+        slots, w.flushing, w.count, w.row if row is None else row, x, d, out if gate is None else gate, out,
+        w.top, w.status,
         slot_stride(state.checkpoint.codes, "checkpoint"),
-        views.codes_stride, views.row_stride, views.block_stride, views.total_stride,
         slot_stride(ring["k"], "ring k"), slot_stride(ring["v"], "ring v"), slot_stride(g, "ring g"),
         slot_stride(mix, "mix"), slot_stride(t["q"], "q"),
-        spec.heads, spec.key_heads,
-        T=inputs.tokens, V=spec.value_dim, VP=rows, K=spec.key_dim, BK=min(launch.columns, spec.key_dim),
-        RE=min(launch.rows, rows), L=length, LP=max(16, triton.next_power_of_2(length)),
+        spec.heads, spec.key_heads, spec.value_dim,
+        T=inputs.tokens, K=spec.key_dim, BK=min(launch.columns, spec.key_dim), R=rows,
+        L=length, LP=max(16, triton.next_power_of_2(length)),
         MAMBA2=not spec.rules.delta_rule, CHANNEL=channel, NORM=spec.qk_l2norm, SCALE=spec.query_scale,
-        FORMAT=format, FOUR_OVER_SIX=source.scale_rule == "four_over_six", ROTATE=rotation_size(state),
-        SKIP=skip is not None, GATE=gate is not None, ISA=isa, STAGES=launch.stages,
-        enable_fp_fusion=False,  # quant/scales.py rounds squares before it adds them
+        TOP=needs_top(state.copy), SKIP=skip is not None, GATE=gate is not None, ISA=isa,
     )  # fmt: skip
+    renew(state, slots, rows=(w.flushing, w.count), top=w.top)
 
 
 def tokens_of(inputs: TokenInputs) -> dict[str, Tensor]:

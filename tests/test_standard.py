@@ -10,10 +10,10 @@ from kernel_cases import SPECS, as_bytes, gaps_untouched, make_far, make_state, 
 from recurrence import random_inputs, recurrence
 
 from quantize_state.kernels.device.targets import INTERPRET, unavailable
+from quantize_state.kernels.fold.renew import renew
 from quantize_state.kernels.inputs import TokenInputs
 from quantize_state.kernels.shapes import SHAPES, find_shape
 from quantize_state.kernels.standard.reference import standard
-from quantize_state.kernels.standard.renew import renew
 from quantize_state.kernels.standard.triton import step, unsupported_layer
 from quantize_state.kernels.step import step as reference_step
 from quantize_state.quant.codec import encode

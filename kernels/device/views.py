@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...quant.encoded import EncodedState
 from ...quant.errors import InvalidValueError
+from ...quant.rotation import ROTATIONS
 
 
 @dataclass(frozen=True)
@@ -68,3 +69,10 @@ def slot_stride(t: Tensor, name: str) -> int:
             )
         expected *= size
     return t.stride(0)
+
+
+def rotation_size(state: EncodedState | None) -> int:
+    """Columns that the rotation of ``state`` mixes; 0 for none."""
+    if state is None or state.rotation is None:
+        return 0
+    return min(state.shape[-1], ROTATIONS[state.rotation] or state.shape[-1])

@@ -1,22 +1,20 @@
 """The fold kernel: S_h = S₀·diag(e^G_h) + (Vᵀ − S₀·Xᵀ)·Mᵀ·W for every family.
 
-Reads the FP32 checkpoint from memory once and writes it once (8 bytes per element), renews the read copy and gives
-the flushing step's output. A program takes whole heads, from a list of flushing rows that was made on the device;
-the grid does not depend on how many there are. It goes over a head up to three times, the second and third time in
-the caches (a head is 32 or 64 KB): the delta rule needs S₀·Xᵀ before the first element is final, and nvfp4 the
-head's largest magnitude before the first code. Columns go in chunks of BK, so that little is held in registers and
-many loads are in flight.
+Reads the FP32 checkpoint once and writes it once (8 bytes per element) and gives the flushing step's output;
+renew.py then encodes the read copy, from the caches where few rows flush at a time. Two kernels, since nvfp4 needs
+the largest magnitude of a whole head before its first code: so neither has to hold a head, and rows of V, which are
+independent, are spread over the machine. Programs take tiles of rows from a list of flushing rows that was made on
+the device; the grid does not depend on how many there are.
 
 Every product is as exact as FP32 (device/dot.py), and what a product adds to the state is added by an FP32 addition.
 """
 
 from __future__ import annotations
 
-from ..device.codec import hadamard, tile_amax
+from ..device.codec import float_bits, tile_amax
 from ..device.dot import dot_fp32
 from ..device.math import exp, inverse_norm
 from ..device.targets import tl, triton
-from ..device.tile import store_tile
 
 
 @triton.jit
@@ -41,39 +39,38 @@ def _keys(
 @triton.jit
 def fold_kernel(
     p_state,  # FP32 checkpoint [slots, H, V, K]
-    p_codes, p_row, p_block, p_total,  # the read copy
     p_ring_k, p_ring_v, p_ring_g,  # p_ring_g where each channel has its log-decay
     p_after, p_start, p_head,  # of the window kernel: what W's keys and X's are multiplied by [B, H, L], e^G_h [B, H]
     p_q, p_mix,  # query of the token [B, Hk, K]; M [slots, H, L, L] (delta rule)
     p_slots, p_list, p_count, p_last,  # last [B]: the ring row of the last token
     p_x, p_d, p_gate, p_y,  # [B, H, V], [H], [B, H, V], [B, H, V]
+    p_top,  # int32 [B, H]: the bits of the head's largest magnitude; zero before
     p_status,  # int64 [1]: 1 + slot·H + head of some state that is not finite; never cleared here
-    s_state, s_codes, s_row, s_block, s_total,
-    s_ring_k, s_ring_v, s_ring_g, s_mix, s_q,
-    H, Hk,
-    T: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, K: tl.constexpr, L: tl.constexpr, LP: tl.constexpr,
-    BK: tl.constexpr, RE: tl.constexpr,
+    s_state, s_ring_k, s_ring_v, s_ring_g, s_mix, s_q,
+    H, Hk, V,
+    T: tl.constexpr, K: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
     MAMBA2: tl.constexpr, CHANNEL: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr,
-    FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, ROTATE: tl.constexpr,
-    SKIP: tl.constexpr, GATE: tl.constexpr, ISA: tl.constexpr, STAGES: tl.constexpr,
+    TOP: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Persistent programs over (flushing row, head); of a row's T tokens the first is its last. VP × BK: the fold's
-    tile; RE × K: the encoder's. FORMAT "none": no copy."""
+    """Persistent programs over (flushing row, head, tile of R rows); of a row's T tokens the first is its last.
+    Columns in chunks of BK, where a tile of all K would not fit into registers: the delta rule then reads them twice,
+    since it needs S₀·Xᵀ before the first element is final. TOP: the renewal wants the largest magnitude."""
     o_k = tl.arange(0, K)
     o_l = tl.arange(0, LP)
-    o_v = tl.arange(0, VP)
-    m_v = o_v < V
     s_k = Hk * K
     s_g = H * K
-    for i_item in range(tl.program_id(0), tl.load(p_count) * H, tl.num_programs(0)):
-        i_b = tl.load(p_list + i_item // H).to(tl.int64)
-        i_h = i_item % H
+    o_tiles = tl.cdiv(V, R)
+    for i_item in range(tl.program_id(0), tl.load(p_count) * H * o_tiles, tl.num_programs(0)):
+        i_b = tl.load(p_list + i_item // (H * o_tiles)).to(tl.int64)
+        i_h = (i_item // o_tiles) % H
         i_key = i_h // (H // Hk)
         i_slot = tl.load(p_slots + i_b).to(tl.int64)
         i_rows = tl.load(p_last + i_b) + 1
+        o_v = (i_item % o_tiles) * R + tl.arange(0, R)
+        m_v = o_v < V
         m_l = o_l < i_rows
-        p_s = p_state + i_slot * s_state + i_h * (V * K)
-        p_rows = p_s + o_v[:, None] * K
+        p_rows = p_state + i_slot * s_state + i_h * (V * K) + o_v[:, None] * K
+        b_s = tl.load(p_rows + tl.arange(0, BK)[None, :], mask=m_v[:, None], other=0.0)
         i_head = i_b * T * H + i_h
         p_k = p_ring_k + i_slot * s_ring_k + i_key * K
         p_g = p_ring_g + i_slot * s_ring_g + i_h * K
@@ -90,34 +87,35 @@ def fold_kernel(
         b_u = b_u.to(tl.float32)
         if not MAMBA2:
             b_start = tl.load(p_start + (i_b * H + i_h) * L + o_l, mask=m_l, other=0.0)
-            b_sx = tl.zeros([VP, LP], tl.float32)
-            for i_c in tl.range(0, K, BK, num_stages=STAGES):
-                b_s = tl.load(p_rows + i_c + tl.arange(0, BK)[None, :], mask=m_v[:, None], other=0.0)
+            b_sx = tl.zeros([R, LP], tl.float32)
+            for i_c in tl.range(0, K, BK):
+                if BK < K:
+                    b_s = tl.load(p_rows + i_c + tl.arange(0, BK)[None, :], mask=m_v[:, None], other=0.0)
                 b_x = _keys(p_k, p_g, b_start, i_c, s_k, s_g, i_rows, LP, BK, CHANNEL, False)
                 b_sx += dot_fp32(b_s, tl.trans(b_x), ISA)
             o_m = o_l[:, None] * L + o_l[None, :]  # M [t, j]; u is (Vᵀ − S₀·Xᵀ)·Mᵀ [v, t]
             b_m = tl.load(p_mix + i_slot * s_mix + i_h * (L * L) + o_m, mask=m_l[None, :] & m_l[:, None], other=0.0)
             b_u = dot_fp32(b_u - b_sx, tl.trans(b_m), ISA)
 
-        # sums over columns are taken of whole tiles first: sums across threads come once a head
-        b_yk = tl.zeros([VP, BK], tl.float32)
-        b_topk = tl.zeros([VP, BK], tl.float32)
-        for i_c in tl.range(0, K, BK, num_stages=STAGES):
+        b_y = tl.zeros([R], tl.float32)
+        b_top = 0.0
+        for i_c in tl.range(0, K, BK):
             o_c = i_c + tl.arange(0, BK)
-            b_s = tl.load(p_rows + o_c[None, :], mask=m_v[:, None], other=0.0)
+            if BK < K:
+                b_s = tl.load(p_rows + o_c[None, :], mask=m_v[:, None], other=0.0)
             b_w = _keys(p_k, p_g, b_after, i_c, s_k, s_g, i_rows, LP, BK, CHANNEL, True)
             b_new = dot_fp32(b_u, b_w, ISA)
             if CHANNEL:
                 b_g = tl.load(p_g + o_l[:, None] * s_g + o_c[None, :], mask=m_l[:, None], other=0.0)
-                b_s = b_s * exp(tl.sum(b_g, axis=0))[None, :] + b_new
+                b_new += b_s * exp(tl.sum(b_g, axis=0))[None, :]
             else:
-                b_s = b_s * b_head + b_new
-            tl.store(p_rows + o_c[None, :], b_s, mask=m_v[:, None])
-            b_yk += b_s * (tl.load(p_query + o_c).to(tl.float32) * b_query)[None, :]
-            if FORMAT == "nvfp4" and ROTATE <= 1:
-                b_topk = tl.maximum(b_topk, tl.abs(b_s))
-        b_y = tl.sum(b_yk, axis=1)
-        b_top = tile_amax(b_topk)
+                b_new += b_s * b_head
+            tl.store(p_rows + o_c[None, :], b_new, mask=m_v[:, None])
+            b_y += tl.sum(b_new * (tl.load(p_query + o_c).to(tl.float32) * b_query)[None, :], axis=1)
+            if TOP:
+                b_top = tl.maximum(b_top, tile_amax(b_new))
+        if TOP:
+            tl.atomic_max(p_top + i_b * H + i_h, float_bits(b_top), sem="relaxed")
         # a state with Inf or NaN has an output with one; an output that overflows is of no further use either
         b_bad = tl.max(tl.where(tl.abs(b_y) < float("inf"), 0, 1), axis=0)
         tl.store(p_status, i_slot * H + i_h + 1, mask=b_bad != 0)
@@ -129,20 +127,3 @@ def fold_kernel(
             b_z = tl.load(p_gate + o_y, mask=m_v, other=0.0).to(tl.float32)
             b_y *= b_z / (1.0 + tl.exp(-b_z))
         tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_v)
-
-        if FORMAT != "none":
-            tl.debug_barrier()  # other threads of this program wrote what is read back now
-            if FORMAT == "nvfp4" and ROTATE > 1:
-                for i_r in range(0, V, RE):
-                    o_e = i_r + tl.arange(0, RE)
-                    b_s = tl.load(p_s + o_e[:, None] * K + o_k[None, :], mask=(o_e < V)[:, None], other=0.0)
-                    b_top = tl.maximum(b_top, tile_amax(hadamard(b_s, ROTATE)))
-            for i_r in range(0, V, RE):
-                o_e = i_r + tl.arange(0, RE)
-                b_s = tl.load(p_s + o_e[:, None] * K + o_k[None, :], mask=(o_e < V)[:, None], other=0.0)
-                if ROTATE > 1:
-                    b_s = hadamard(b_s, ROTATE)
-                store_tile(
-                    b_s, b_top, p_codes + i_slot * s_codes, p_row + i_slot * s_row, p_block + i_slot * s_block,
-                    p_total + i_slot * s_total + i_h, i_h * V + o_e, o_e < V, FORMAT, FOUR_OVER_SIX, ISA,
-                )  # fmt: skip

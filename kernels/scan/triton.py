@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...quant.encoded import EncodedState
 from ...quant.policy import StatePolicy
-from ...quant.rotation import ROTATIONS
 from ...quant.rounding import stream_keys
 from ...quant.spec import LayerSpec
 from ...quant.state import DecodeState
@@ -27,6 +25,7 @@ from ..device.codec import hadamard, tile_amax
 from ..device.dot import dot_fp32
 from ..device.fake import fake_quantize, uniform
 from ..device.targets import tl, triton, unavailable
+from ..device.views import rotation_size
 from ..inputs import TokenInputs
 from ..launch import find_launch, isa_of, run
 from .terms import token_terms, window_terms
@@ -310,7 +309,7 @@ def _piece(
         carried, carried, starts, terms.decay, terms.x, terms.p, terms.query, v, keys, y,
         v.stride(0), v.stride(1), y.stride(0), y.stride(1),
         windows, int(first), tokens, length, heads, value_dim, lanes, LP=padded, R=tile,
-        FORMAT=format, FOUR_OVER_SIX=rule == "four_over_six", ROTATE=rotation_size(state.checkpoint, key_dim),
+        FORMAT=format, FOUR_OVER_SIX=rule == "four_over_six", ROTATE=rotation_size(state.checkpoint),
         STOCHASTIC=policy.stochastic, STAGES=launch.stages, ISA=isa,
         enable_fp_fusion=format == "fp32", **sizes,
     )  # fmt: skip
@@ -338,14 +337,8 @@ def _read(
         inputs.tokens, length, spec.heads, spec.value_dim, lanes,
         K=spec.key_dim, LP=max(16, triton.next_power_of_2(length)), R=min(launch.rows, padded_rows(spec.value_dim)),
         FORMAT=format, FOUR_OVER_SIX=source.scale_rule == "four_over_six",
-        ROTATE=rotation_size(state.copy, spec.key_dim), ENCODED=encoded, ISA=isa, enable_fp_fusion=False,
+        ROTATE=rotation_size(state.copy), ENCODED=encoded, ISA=isa, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def rotation_size(encoded: EncodedState | None, key_dim: int) -> int:
-    """Columns that the rotation of ``encoded`` mixes; 0 for none."""
-    rotation = None if encoded is None else encoded.rotation
-    return 0 if rotation is None else min(key_dim, ROTATIONS[rotation] or key_dim)
 
 
 def padded_rows(value_dim: int) -> int:

@@ -29,24 +29,27 @@ def plan_kernel(
     L: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
     """One program, for one token a row. ``list``: the rows that flush, ``count`` [1] of them. Cursors and positions
-    move on."""
-    o_b = tl.arange(0, BP)
-    m_b = o_b < B
-    i_slot = tl.load(p_slots + o_b, mask=m_b, other=-1)
-    m_live = i_slot >= 0
-    o_slot = i_slot.to(tl.int64)
-    p_cursor += o_slot * s_cursor
-    p_position += o_slot * s_position
-    i_row = tl.load(p_cursor, mask=m_live, other=NOTHING)
-    m_flush = m_live & (i_row + 1 >= L)
-    b_after = tl.where(m_flush | (m_live == 0), 0, i_row + 1)
-    tl.store(p_row + o_b, i_row, mask=m_b)
-    tl.store(p_used + o_b, b_after, mask=m_b)
-    tl.store(p_cursor, b_after, mask=m_live)
-    tl.store(p_position, tl.load(p_position, mask=m_live, other=0) + 1, mask=m_live)
-    b_flush = m_flush.to(tl.int32)
-    tl.store(p_list + tl.cumsum(b_flush, axis=0) - 1, o_b, mask=m_flush)
-    tl.store(p_count, tl.sum(b_flush, axis=0))
+    move on. BP rows at a time."""
+    i_count = 0
+    for i_b in range(0, B, BP):
+        o_b = i_b + tl.arange(0, BP)
+        m_b = o_b < B
+        i_slot = tl.load(p_slots + o_b, mask=m_b, other=-1)
+        m_live = i_slot >= 0
+        o_slot = i_slot.to(tl.int64)
+        p_c = p_cursor + o_slot * s_cursor
+        p_p = p_position + o_slot * s_position
+        i_row = tl.load(p_c, mask=m_live, other=NOTHING)
+        m_flush = m_live & (i_row + 1 >= L)
+        b_after = tl.where(m_flush | (m_live == 0), 0, i_row + 1)
+        tl.store(p_row + o_b, i_row, mask=m_b)
+        tl.store(p_used + o_b, b_after, mask=m_b)
+        tl.store(p_c, b_after, mask=m_live)
+        tl.store(p_p, tl.load(p_p, mask=m_live, other=0) + 1, mask=m_live)
+        b_flush = m_flush.to(tl.int32)
+        tl.store(p_list + i_count + tl.cumsum(b_flush, axis=0) - 1, o_b, mask=m_flush)
+        i_count += tl.sum(b_flush, axis=0)
+    tl.store(p_count, i_count)
 
 
 @triton.jit
@@ -57,31 +60,34 @@ def verify_plan_kernel(
     """One program, for a certain token and T − 1 drafts a row, as kernels/speculative.py's ``plan``: first the rows
     that close their window with the certain token (``close``, ``list``, ``count``), then what all others of a row's
     verified ``tokens`` [B] read (``row``, ``used``). A closing row's cursor becomes −1, the others stay."""
-    o_b = tl.arange(0, BP)
-    m_b = o_b < B
-    i_slot = tl.load(p_slots + o_b, mask=m_b, other=-1)
-    p_cursor += i_slot.to(tl.int64) * s_cursor
-    i_cursor = tl.load(p_cursor, mask=i_slot >= 0, other=-1)
-    m_live = (i_slot >= 0) & (i_cursor >= 0)  # a cursor of −1 waits for its count: nothing more is verified on it
-    if EARLY:
-        m_close = m_live & (i_cursor + T >= L)
-        b_tokens = tl.zeros([BP], tl.int32) + T
-    else:
-        m_close = m_live & (i_cursor + 1 >= L)
-        b_tokens = tl.minimum(tl.where(m_close, L, L - 1 - i_cursor), T)
-    b_tokens = tl.where(m_live, b_tokens, 0)
-    i_row = tl.where(m_close, -1, i_cursor)
-    b_used = i_row + b_tokens
-    m_read = m_live & (b_used > 0)
-    tl.store(p_close + o_b, tl.where(m_close, i_cursor, NOTHING), mask=m_b)
-    tl.store(p_none + o_b, tl.zeros([BP], tl.int32), mask=m_b)
-    tl.store(p_row + o_b, tl.where(m_read, i_row, NOTHING), mask=m_b)
-    tl.store(p_used + o_b, tl.where(m_read, b_used, 0), mask=m_b)
-    tl.store(p_tokens + o_b, b_tokens, mask=m_b)
-    tl.store(p_cursor, i_row, mask=m_close)
-    b_close = m_close.to(tl.int32)
-    tl.store(p_list + tl.cumsum(b_close, axis=0) - 1, o_b, mask=m_close)
-    tl.store(p_count, tl.sum(b_close, axis=0))
+    i_count = 0
+    for i_b in range(0, B, BP):
+        o_b = i_b + tl.arange(0, BP)
+        m_b = o_b < B
+        i_slot = tl.load(p_slots + o_b, mask=m_b, other=-1)
+        p_c = p_cursor + i_slot.to(tl.int64) * s_cursor
+        i_cursor = tl.load(p_c, mask=i_slot >= 0, other=-1)
+        m_live = (i_slot >= 0) & (i_cursor >= 0)  # a cursor of −1 waits for its count: nothing more is verified on it
+        if EARLY:
+            m_close = m_live & (i_cursor + T >= L)
+            b_tokens = tl.zeros([BP], tl.int32) + T
+        else:
+            m_close = m_live & (i_cursor + 1 >= L)
+            b_tokens = tl.minimum(tl.where(m_close, L, L - 1 - i_cursor), T)
+        b_tokens = tl.where(m_live, b_tokens, 0)
+        i_row = tl.where(m_close, -1, i_cursor)
+        b_used = i_row + b_tokens
+        m_read = m_live & (b_used > 0)
+        tl.store(p_close + o_b, tl.where(m_close, i_cursor, NOTHING), mask=m_b)
+        tl.store(p_none + o_b, tl.zeros([BP], tl.int32), mask=m_b)
+        tl.store(p_row + o_b, tl.where(m_read, i_row, NOTHING), mask=m_b)
+        tl.store(p_used + o_b, tl.where(m_read, b_used, 0), mask=m_b)
+        tl.store(p_tokens + o_b, b_tokens, mask=m_b)
+        tl.store(p_c, i_row, mask=m_close)
+        b_close = m_close.to(tl.int32)
+        tl.store(p_list + i_count + tl.cumsum(b_close, axis=0) - 1, o_b, mask=m_close)
+        i_count += tl.sum(b_close, axis=0)
+    tl.store(p_count, i_count)
 
 
 @triton.jit
@@ -156,7 +162,7 @@ def _store_theta(b_theta, p_theta, K: tl.constexpr, ROTATE: tl.constexpr, HALF: 
 def mamba2_window(
     p_q, p_k, p_v, p_beta, p_rate,  # tokens: [B, T, Hk, K] twice, [B, T, H, V], [B, T, H]; A [H]
     p_ring_k, p_ring_v, p_ring_beta,
-    p_slots, p_row, p_used, p_theta, p_gain, p_c,
+    p_slots, p_row, p_used, p_theta, p_gain, p_c, p_top,
     s_q, s_k, s_v, s_beta,  # batch strides of the tokens
     s_ring_k, s_ring_v, s_ring_beta,  # slot strides of the ring
     H, Hk, V,
@@ -165,7 +171,7 @@ def mamba2_window(
     NORM: tl.constexpr, SCALE: tl.constexpr, ROTATE: tl.constexpr, HALF: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Grid (B, Hk): the GROUP heads of one B and C. Θ [B, T, Hk, K] is q, gain [B, T, H] is e^G, and C is stored; of
-    rows that flush, in C's place, what W's keys are multiplied by: e^(G_h − G_j)·β_j."""
+    rows that flush, in C's place, what W's keys are multiplied by: e^(G_h − G_j)·β_j, and zeros in top [B, H]."""
     i_b = tl.program_id(0)
     i_k = tl.program_id(1)
     i_row = tl.load(p_row + i_b)
@@ -186,6 +192,8 @@ def mamba2_window(
     p_ring_beta += i_slot * s_ring_beta + i_h
     i_used = tl.load(p_used + i_b)
     i_n = tl.where(i_used > 0, i_used - i_row, 1)
+    if i_used <= 0:
+        tl.store(p_top + i_b * H + i_h + o_g, tl.zeros([GP], tl.int32), mask=m_g)
     for i_t in range(T):
         i_last = i_row + i_t
         m_t = (i_t < i_n) & (i_last >= 0)
@@ -221,7 +229,7 @@ def mamba2_window(
 def delta_window(
     p_q, p_k, p_v, p_beta, p_g,  # tokens: [B, T, Hk, K] twice, [B, T, H, V], [B, T, H], [B, T, H] or [B, T, H, K]
     p_ring_k, p_ring_v, p_ring_beta, p_ring_g, p_mix,  # mix [slots, H, L, L]: the rows of M
-    p_slots, p_row, p_used, p_theta, p_gain, p_c, p_start,
+    p_slots, p_row, p_used, p_theta, p_gain, p_c, p_start, p_top,
     s_q, s_k, s_v, s_beta, s_g,
     s_ring_k, s_ring_v, s_ring_beta, s_ring_g, s_mix,
     H, Hk, V,
@@ -231,7 +239,7 @@ def delta_window(
 ):  # fmt: skip
     """Grid (B, H). Θ [B, T, H, K] with its factor in gain [B, T, H], and C; of rows that flush, in C's place, what W's
     keys are multiplied by (their norms, and e^(G_h − G_j) where a head has one log-decay), in start the same of X's
-    keys with e^G_j, and e^G_h in gain."""
+    keys with e^G_j, e^G_h in gain, and zero in top [B, H]."""
     i_b = tl.program_id(0)
     i_h = tl.program_id(1)
     i_k = i_h // GROUP
@@ -319,9 +327,11 @@ def delta_window(
             b_factor = _store_theta(b_theta, p_theta + i_head * K, K, ROTATE, HALF, ISA)
             tl.store(p_gain + i_head, b_factor, mask=m_t)
         elif CHANNEL:
+            tl.store(p_top + i_b * H + i_h, 0)
             tl.store(p_c + i_head * L + o_l, b_norm, mask=m_l)
             tl.store(p_start + (i_b * H + i_h) * L + o_l, b_norm, mask=m_l)
         else:
+            tl.store(p_top + i_b * H + i_h, 0)
             tl.store(p_c + i_head * L + o_l, b_after, mask=m_l)
             tl.store(p_start + (i_b * H + i_h) * L + o_l, exp(tl.cumsum(b_gs, axis=0)) * b_norm, mask=m_l)
             tl.store(p_gain + i_head, exp(tl.sum(b_gs, axis=0)))
