@@ -19,6 +19,8 @@ from ..quant.state import DecodeState
 from . import launch, sequence
 from .cases import forget_unused, random_state, random_tokens
 from .fold.renew import renew
+from .scan import triton as scan
+from .scan.reference import scan_windows as reference_scan
 from .standard.reference import standard
 from .standard.triton import step as standard_step
 from .step import step as reference_step
@@ -128,6 +130,21 @@ def _touched(state: DecodeState, before: DecodeState, slot: int) -> float:
         other = b.copy.tensors()
         pairs += [(t, other[n]) for n, t in a.copy.tensors().items()]
     return sum(different_bytes(x, y) for x, y in pairs)
+
+
+def check_scan(spec: LayerSpec, policy: StatePolicy, device: torch.device | str, seed: int = 0) -> list[Check]:
+    """Three windows and two tokens by the scan's kernels, from a state with a copy, against the reference's scan."""
+    state = random_state(spec, policy, 2, seed=seed, device=torch.device(device))
+    state.cursor.zero_()
+    clone, rows = state.clone(), torch.arange(2, device=state.cursor.device)
+    inputs = random_tokens(spec, 2, 3 * policy.window + 2, seed=seed + 7, device=torch.device(device))
+    y, expected = scan.scan_windows(state, inputs, rows), reference_scan(clone, inputs, rows)
+    # a copy's codes may differ where the states that they encode differ in their last bit
+    return [
+        Check("outputs", relative(y, expected), FP32 if policy.exact else HALF),
+        Check("outputs of the first window", relative(y[:, : policy.window], expected[:, : policy.window]), FP32),
+        Check("states", relative(state.checkpoint.codes, clone.checkpoint.codes), FP32),
+    ]
 
 
 def check_standard(spec: LayerSpec, device: torch.device | str, seed: int = 0) -> list[Check]:

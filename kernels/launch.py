@@ -49,8 +49,9 @@ TABLE: tuple[Entry, ...] = (
     Entry(Launch(rows=64, warps=2), "readout", "mxfp4"),
     Entry(Launch(rows=32, warps=4), "readout", "fp32"),
     Entry(Launch(rows=32, warps=4), "readout"),
+    Entry(Launch(rows=64, columns=32, warps=4, programs=132 * 3), "fold", "kda"),
     Entry(Launch(rows=64, columns=32, warps=4, programs=132 * 4), "fold"),
-    Entry(Launch(rows=16, warps=4, programs=132 * 8), "renew"),
+    Entry(Launch(rows=8, warps=1, programs=132 * 32), "renew"),
     Entry(Launch(warps=1), "window"),
     Entry(Launch(warps=4), "plan"),
     # terms of a scan by padded window; the carry of nvfp4 holds whole heads, whose scale is one, others some rows
@@ -63,7 +64,7 @@ TABLE: tuple[Entry, ...] = (
     Entry(Launch(rows=16, warps=4, stages=2), "scan_carry"),
     Entry(Launch(warps=16, stages=3), "scan_token_carry", "nvfp4"),
     Entry(Launch(rows=16, warps=4, stages=3), "scan_token_carry"),
-    Entry(Launch(rows=16, warps=4), "scan_read", "long"),
+    Entry(Launch(rows=16, warps=2), "scan_read", "long"),
     Entry(Launch(rows=64, warps=8), "scan_read", "fp32"),
     Entry(Launch(rows=32, warps=4), "scan_read"),
 )

@@ -7,6 +7,8 @@ then window and readout of all other tokens, several queries a row from one read
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,12 +131,30 @@ def step(
     slots, w, out = _prepared(state, inputs, slots, workspace, out)
     plan(state, slots, w)
     window(state, inputs, slots, w)
+    with _beside(slots.device) as join:
+        fold(state, inputs, slots, w, out, skip=skip, gate=gate)
     readout(
         state.read_source, state.ring["v"], w.theta[: inputs.rows], w.gain[: inputs.rows], w.c[: inputs.rows], slots,
         w.used, out, skip=skip, gate=gate,
     )  # fmt: skip
-    fold(state, inputs, slots, w, out, skip=skip, gate=gate)
+    join()
     return out
+
+
+_side_streams: dict[torch.device, Any] = {}
+
+
+@contextmanager
+def _beside(device: torch.device) -> Iterator[Callable[[], None]]:
+    """While a graph is captured, what is launched inside runs beside what is launched after it, until the yielded
+    function is called. Folds of few rows wait for memory most of the time, and readouts fill it."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        yield lambda: None
+        return
+    here, side = torch.cuda.current_stream(device), _side_streams.setdefault(device, torch.cuda.Stream(device))
+    side.wait_stream(here)
+    with torch.cuda.stream(side):
+        yield lambda: here.wait_stream(side)
 
 
 def verify(
@@ -241,7 +261,7 @@ def window(
             delta_window, grid, launch,
             t["q"], t["k"], t["v"], t["beta"], t["g"], *rings, mix, *orders, w.theta, w.gain, w.c, w.start, w.top,
             *token_strides, *ring_strides, slot_stride(mix, "mix"), *sizes,
-            CHANNEL=spec.rules.decay == "channel", **common,
+            CHANNEL=spec.rules.decay == "channel", VEC=max(1, spec.key_dim // (32 * launch.warps)), **common,
         )  # fmt: skip
     else:
         common["VP"] = triton.next_power_of_2(group * spec.value_dim)

@@ -11,28 +11,31 @@ Every product is as exact as FP32 (device/dot.py), and what a product adds to th
 
 from __future__ import annotations
 
-from ..device.codec import float_bits, tile_amax
+from ..device.codec import float_bits
 from ..device.dot import dot_fp32
-from ..device.math import exp, inverse_norm
+from ..device.math import exp, exp_fast, inverse_norm
 from ..device.targets import tl, triton
+from ..device.tile import prefetch
 
 
 @triton.jit
 def _keys(
     p_k, p_g, b_scale, i_c, s_k, s_g, i_rows,
     LP: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr, LAST: tl.constexpr,
+    ISA: tl.constexpr,
 ):  # fmt: skip
     """Columns i_c to i_c + BK of X, or with LAST of W, [LP, BK]: keys times b_scale [LP], and where each channel has
-    its log-decay, e^G_j, or with LAST e^(G_h − G_j), the sum of what comes after j."""
+    its log-decay, e^G_j, or with LAST e^(G_h − G_j), the sum of what comes after j. W's rows, and their b_scale, stand
+    from the last token backwards, so that both sums run forwards: Triton's backward ones cost ten times as much."""
     o_l = tl.arange(0, LP)[:, None]
+    o_j = i_rows - 1 - o_l if LAST else o_l
     o_c = i_c + tl.arange(0, BK)[None, :]
-    b_k = tl.load(p_k + o_l * s_k + o_c, mask=o_l < i_rows, other=0.0).to(tl.float32) * b_scale[:, None]
+    m_l = (o_j >= 0) & (o_j < i_rows)
+    b_k = tl.load(p_k + o_j * s_k + o_c, mask=m_l, other=0.0).to(tl.float32) * b_scale[:, None]
     if CHANNEL:
-        if LAST:
-            b_g = tl.load(p_g + (o_l + 1) * s_g + o_c, mask=o_l + 1 < i_rows, other=0.0)
-            b_k *= tl.exp(tl.cumsum(b_g, axis=0, reverse=True))
-        else:
-            b_k *= tl.exp(tl.cumsum(tl.load(p_g + o_l * s_g + o_c, mask=o_l < i_rows, other=0.0), axis=0))
+        o_g = o_j + 1 if LAST else o_j
+        b_g = tl.load(p_g + o_g * s_g + o_c, mask=m_l & (o_g < i_rows), other=0.0)
+        b_k *= exp_fast(tl.cumsum(b_g, axis=0), ISA)
     return b_k
 
 
@@ -70,6 +73,8 @@ def fold_kernel(
         m_v = o_v < V
         m_l = o_l < i_rows
         p_rows = p_state + i_slot * s_state + i_h * (V * K) + o_v[:, None] * K
+        p_lines = p_state + i_slot * s_state + i_h * (V * K) + tl.minimum(o_v, V - 1)[:, None] * K
+        prefetch(p_lines + tl.arange(0, K // 32)[None, :] * 32, ISA)
         b_s = tl.load(p_rows + tl.arange(0, BK)[None, :], mask=m_v[:, None], other=0.0)
         i_head = i_b * T * H + i_h
         p_k = p_ring_k + i_slot * s_ring_k + i_key * K
@@ -79,11 +84,13 @@ def fold_kernel(
         if NORM:
             b_q = tl.load(p_query + o_k).to(tl.float32)
             b_query = SCALE * inverse_norm(tl.sum(b_q * b_q, axis=0))
-        b_after = tl.load(p_after + i_head * L + o_l, mask=m_l, other=0.0)
+        o_j = i_rows - 1 - o_l  # the tokens from the last one backwards, as W's rows are
+        b_after = tl.load(p_after + i_head * L + o_j, mask=o_j >= 0, other=0.0)
         b_head = tl.load(p_head + i_head)
 
-        o_u = o_l[None, :] * (H * V) + o_v[:, None]
-        b_u = tl.load(p_ring_v + i_slot * s_ring_v + i_h * V + o_u, mask=m_l[None, :] & m_v[:, None], other=0.0)
+        o_u = (o_j if MAMBA2 else o_l)[None, :]
+        m_u = (o_u >= 0) & (o_u < i_rows) & m_v[:, None]
+        b_u = tl.load(p_ring_v + i_slot * s_ring_v + i_h * V + o_u * (H * V) + o_v[:, None], mask=m_u, other=0.0)
         b_u = b_u.to(tl.float32)
         if not MAMBA2:
             b_start = tl.load(p_start + (i_b * H + i_h) * L + o_l, mask=m_l, other=0.0)
@@ -91,19 +98,20 @@ def fold_kernel(
             for i_c in tl.range(0, K, BK):
                 if BK < K:
                     b_s = tl.load(p_rows + i_c + tl.arange(0, BK)[None, :], mask=m_v[:, None], other=0.0)
-                b_x = _keys(p_k, p_g, b_start, i_c, s_k, s_g, i_rows, LP, BK, CHANNEL, False)
+                b_x = _keys(p_k, p_g, b_start, i_c, s_k, s_g, i_rows, LP, BK, CHANNEL, False, ISA)
                 b_sx += dot_fp32(b_s, tl.trans(b_x), ISA)
-            o_m = o_l[:, None] * L + o_l[None, :]  # M [t, j]; u is (Vᵀ − S₀·Xᵀ)·Mᵀ [v, t]
-            b_m = tl.load(p_mix + i_slot * s_mix + i_h * (L * L) + o_m, mask=m_l[None, :] & m_l[:, None], other=0.0)
+            o_m = o_j[:, None] * L + o_l[None, :]  # M [t, j]; u is (Vᵀ − S₀·Xᵀ)·Mᵀ [v, t]
+            m_m = m_l[None, :] & (o_j >= 0)[:, None]
+            b_m = tl.load(p_mix + i_slot * s_mix + i_h * (L * L) + o_m, mask=m_m, other=0.0)
             b_u = dot_fp32(b_u - b_sx, tl.trans(b_m), ISA)
 
         b_y = tl.zeros([R], tl.float32)
-        b_top = 0.0
+        b_tops = tl.zeros([R], tl.float32)
         for i_c in tl.range(0, K, BK):
             o_c = i_c + tl.arange(0, BK)
             if BK < K:
                 b_s = tl.load(p_rows + o_c[None, :], mask=m_v[:, None], other=0.0)
-            b_w = _keys(p_k, p_g, b_after, i_c, s_k, s_g, i_rows, LP, BK, CHANNEL, True)
+            b_w = _keys(p_k, p_g, b_after, i_c, s_k, s_g, i_rows, LP, BK, CHANNEL, True, ISA)
             b_new = dot_fp32(b_u, b_w, ISA)
             if CHANNEL:
                 b_g = tl.load(p_g + o_l[:, None] * s_g + o_c[None, :], mask=m_l[:, None], other=0.0)
@@ -113,9 +121,9 @@ def fold_kernel(
             tl.store(p_rows + o_c[None, :], b_new, mask=m_v[:, None])
             b_y += tl.sum(b_new * (tl.load(p_query + o_c).to(tl.float32) * b_query)[None, :], axis=1)
             if TOP:
-                b_top = tl.maximum(b_top, tile_amax(b_new))
+                b_tops = tl.maximum(b_tops, tl.max(tl.abs(b_new), axis=1))
         if TOP:
-            tl.atomic_max(p_top + i_b * H + i_h, float_bits(b_top), sem="relaxed")
+            tl.atomic_max(p_top + i_b * H + i_h, float_bits(tl.max(b_tops, axis=0)), sem="relaxed")
         # a state with Inf or NaN has an output with one; an output that overflows is of no further use either
         b_bad = tl.max(tl.where(tl.abs(b_y) < float("inf"), 0, 1), axis=0)
         tl.store(p_status, i_slot * H + i_h + 1, mask=b_bad != 0)

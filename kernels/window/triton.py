@@ -17,7 +17,7 @@ from __future__ import annotations
 from ..device.codec import bits_float, float_bits, hadamard
 from ..device.dot import dot_raw, weighted_rows
 from ..device.fp4 import THETA_BITS_CONVERTED, THETA_BITS_MOVED, pair_position
-from ..device.math import exp, inverse_norm
+from ..device.math import exp, exp_fast, inverse_norm
 from ..device.targets import tl, triton
 
 NOTHING = tl.constexpr(-2)
@@ -226,6 +226,60 @@ def mamba2_window(
 
 
 @triton.jit
+def _place(b_x, o_x, o_l):
+    """Numbers b_x [N] at places o_x of a vector [LP], zeros elsewhere."""
+    return tl.sum(tl.where(o_l[:, None] == o_x[None, :], b_x[None, :], 0.0), axis=1)
+
+
+@triton.jit
+def _channel_dots(
+    p_ring_k, p_k, p_ring_g, p_g, i_row, i_last, i_n, s_k, s_g, b_token, b_query, o_k, o_l,
+    K: tl.constexpr, NORM: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """Keys j <= last, decayed to the last token, times its key and query; and what keys are multiplied by: [LP].
+
+    Eight tokens at a time from the last one backwards, so that the sums Σ g_i over i > j run forwards (Triton's
+    backward ones cost ten times as much), and a short ring costs less than a full one.
+    """
+    o_8 = tl.arange(0, 8)
+    b_a = tl.zeros(o_l.shape, tl.float32)
+    b_b = tl.zeros(o_l.shape, tl.float32)
+    b_norm = tl.zeros(o_l.shape, tl.float32)
+    b_sum = tl.zeros([K], tl.float32)
+    for i_8 in range(0, i_last + 1, 8):
+        o_j = i_last - i_8 - o_8
+        b_g = load_rows(p_ring_g + s_g, p_g, i_row - 1, s_g, s_g, o_j, o_k, o_k < K, i_n)
+        b_g = tl.where((o_j < i_last)[:, None], b_g, 0.0)
+        b_k = load_rows(p_ring_k, p_k, i_row, s_k, s_k, o_j, o_k, o_k < K, i_n).to(tl.float32)
+        b_z = b_k * exp_fast(tl.cumsum(b_g, axis=0) + b_sum[None, :], ISA)
+        b_sum += tl.sum(b_g, axis=0)
+        b_a += _place(tl.sum(b_z * b_token[None, :], axis=1), o_j, o_l)
+        b_b += _place(tl.sum(b_z * b_query[None, :], axis=1), o_j, o_l)
+        b_norm += _place(key_norms(b_k, NORM), o_j, o_l)
+    return b_a * b_norm, b_b * b_norm, b_norm
+
+
+@triton.jit
+def _channel_theta(
+    p_ring_k, p_k, p_ring_g, p_g, i_row, i_last, i_n, s_k, s_g, b_c, b_query, o_k, o_l,
+    K: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """e^G·q − Σ_j c_j·e^G_j·k_j [K] for tokens j <= last; b_c [LP]."""
+    o_8 = tl.arange(0, 8)
+    b_x = tl.zeros([K], tl.float32)
+    b_sum = tl.zeros([K], tl.float32)
+    for i_8 in range(0, i_last + 1, 8):
+        o_j = i_8 + o_8
+        b_g = load_rows(p_ring_g, p_g, i_row, s_g, s_g, o_j, o_k, o_k < K, i_n)
+        b_g = tl.where((o_j <= i_last)[:, None], b_g, 0.0)
+        b_k = load_rows(p_ring_k, p_k, i_row, s_k, s_k, o_j, o_k, o_k < K, i_n).to(tl.float32)
+        b_w = _place(b_c, o_l, o_j)
+        b_x += tl.sum(b_k * exp_fast(tl.cumsum(b_g, axis=0) + b_sum[None, :], ISA) * b_w[:, None], axis=0)
+        b_sum += tl.sum(b_g, axis=0)
+    return exp(b_sum) * b_query - b_x
+
+
+@triton.jit
 def delta_window(
     p_q, p_k, p_v, p_beta, p_g,  # tokens: [B, T, Hk, K] twice, [B, T, H, V], [B, T, H], [B, T, H] or [B, T, H, K]
     p_ring_k, p_ring_v, p_ring_beta, p_ring_g, p_mix,  # mix [slots, H, L, L]: the rows of M
@@ -234,8 +288,8 @@ def delta_window(
     s_ring_k, s_ring_v, s_ring_beta, s_ring_g, s_mix,
     H, Hk, V,
     K: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, T: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr,
-    CHANNEL: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr, ROTATE: tl.constexpr, HALF: tl.constexpr,
-    ISA: tl.constexpr,
+    CHANNEL: tl.constexpr, VEC: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr, ROTATE: tl.constexpr,
+    HALF: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Grid (B, H). Θ [B, T, H, K] with its factor in gain [B, T, H], and C; of rows that flush, in C's place, what W's
     keys are multiplied by (their norms, and e^(G_h − G_j) where a head has one log-decay), in start the same of X's
@@ -251,6 +305,8 @@ def delta_window(
     i_b = i_b.to(tl.int64)
     G: tl.constexpr = K if CHANNEL else 1
     o_k = tl.arange(0, K)
+    if CHANNEL:
+        o_k = tl.max_contiguous(o_k, VEC)  # a thread holds all rows of its columns: sums over rows stay in it
     o_l = tl.arange(0, LP)
     p_q += i_b * s_q + i_k * K
     p_k += i_b * s_k + i_k * K
@@ -272,40 +328,43 @@ def delta_window(
         _copy(p_g + i_t * (H * G), p_ring_g + i_last * (H * G), m_t, G, G)
 
     # the ring's rows before the tokens; the tokens themselves come from the inputs, so no barrier is needed
-    b_k = load_rows(p_ring_k, p_k, i_row, Hk * K, Hk * K, o_l, o_k, o_k < K, i_n)
+    if not CHANNEL:
+        b_k = load_rows(p_ring_k, p_k, i_row, Hk * K, Hk * K, o_l, o_k, o_k < K, i_n)
     b_beta = load_scalars(p_ring_beta, p_beta, i_row, H, H, o_l, i_n)
     o_m = o_l[:, None] * L + o_l[None, :]
     b_m = tl.load(p_mix + o_m, mask=(o_l < i_row)[:, None] & (o_l < i_row)[None, :], other=0.0)
     for i_t in range(T):
         i_last = i_row + i_t
         m_t = (i_t < i_n) & (i_last >= 0)
-        # the query stands behind the keys as one more row: a batch row that reads has at most L − 1 of them
-        m_q = o_l == i_row + i_n
-        b_q = tl.load(p_q + i_t * (Hk * K) + o_k[None, :] + tl.zeros([LP, 1], tl.int32), mask=m_q[:, None], other=0.0)
-        b_kq = tl.where(m_q[:, None], b_q.to(b_k.dtype), b_k)
-        b_dots = dot_raw(b_kq, tl.trans(b_kq), ISA)
-        b_norm = tl.full([LP], 1.0, tl.float32)
-        if NORM:
-            b_norm = inverse_norm(tl.sum(tl.where(o_l[:, None] == o_l[None, :], b_dots, 0.0), axis=1))
-        b_scale = tl.sum(tl.where(m_q, b_norm, 0.0), axis=0) * SCALE
-        b_step = tl.sum(tl.where(o_l == i_last, b_norm * b_beta, 0.0), axis=0)  # β_t times the norm of k_t
         b_query = tl.load(p_q + i_t * (Hk * K) + o_k).to(tl.float32)
         if CHANNEL:
-            b_gs = load_rows(p_ring_g, p_g, i_row, H * K, H * K, o_l, o_k, o_k < K, i_n)
-            b_gs = tl.where((o_l <= i_last)[:, None], b_gs, 0.0)
-            b_next = load_rows(p_ring_g + H * K, p_g, i_row - 1, H * K, H * K, o_l, o_k, o_k < K, i_n)
-            b_next = tl.where((o_l < i_last)[:, None], b_next, 0.0)
-            b_z = b_k.to(tl.float32) * tl.exp(tl.cumsum(b_next, axis=0, reverse=True))
-            b_token = tl.load(p_k + i_t * (Hk * K) + o_k).to(b_k.dtype).to(tl.float32)
-            b_a = tl.sum(b_z * b_token[None, :], axis=1) * b_norm
-            b_b = tl.sum(b_z * b_query[None, :], axis=1) * b_norm
+            b_scale = SCALE
+            if NORM:
+                b_scale = SCALE * inverse_norm(tl.sum(b_query * b_query, axis=0))
+            b_token = tl.load(p_k + i_t * (Hk * K) + o_k).to(p_ring_k.dtype.element_ty).to(tl.float32)
+            b_a, b_b, b_norm = _channel_dots(
+                p_ring_k, p_k, p_ring_g, p_g, i_row, i_last, i_n, Hk * K, H * K, b_token, b_query, o_k, o_l,
+                K, NORM, ISA,
+            )  # fmt: skip
         else:
+            # the query stands behind the keys as one more row: a batch row that reads has at most L − 1 of them
+            m_q = o_l == i_row + i_n
+            b_q = tl.load(
+                p_q + i_t * (Hk * K) + o_k[None, :] + tl.zeros([LP, 1], tl.int32), mask=m_q[:, None], other=0.0
+            )
+            b_kq = tl.where(m_q[:, None], b_q.to(b_k.dtype), b_k)
+            b_dots = dot_raw(b_kq, tl.trans(b_kq), ISA)
+            b_norm = tl.full([LP], 1.0, tl.float32)
+            if NORM:
+                b_norm = inverse_norm(tl.sum(tl.where(o_l[:, None] == o_l[None, :], b_dots, 0.0), axis=1))
+            b_scale = tl.sum(tl.where(m_q, b_norm, 0.0), axis=0) * SCALE
             b_gs = tl.where(o_l <= i_last, load_scalars(p_ring_g, p_g, i_row, H, H, o_l, i_n), 0.0)
             b_next = load_scalars(p_ring_g + H, p_g, i_row - 1, H, H, o_l, i_n)
             b_after = exp(tl.cumsum(tl.where(o_l < i_last, b_next, 0.0), axis=0, reverse=True)) * b_norm
             # the products are symmetric: a column is a row
             b_a = tl.sum(tl.where((o_l == i_last)[None, :], b_dots, 0.0), axis=1) * b_after
             b_b = tl.sum(tl.where(m_q[None, :], b_dots, 0.0), axis=1) * b_after
+        b_step = tl.sum(tl.where(o_l == i_last, b_norm * b_beta, 0.0), axis=0)  # β_t times the norm of k_t
         b_a = tl.where(o_l < i_last, b_a * b_step, 0.0)
         # one step of the forward substitution: row t of M is β_t e_t − A[t, :]·M
         b_new = tl.where(o_l == i_last, b_beta, 0.0) - tl.sum(b_a[:, None] * b_m, axis=0)
@@ -319,8 +378,10 @@ def delta_window(
             tl.store(p_c + i_head * L + o_l, b_c, mask=m_l)
             b_cx = tl.sum(tl.where(o_l[:, None] == o_l[None, :], b_c[None, :], 0.0), axis=1) * b_norm
             if CHANNEL:
-                b_x = tl.sum(b_k.to(tl.float32) * tl.exp(tl.cumsum(b_gs, axis=0)) * b_cx[:, None], axis=0)
-                b_theta = exp(tl.sum(b_gs, axis=0)) * (b_query * b_scale) - b_x
+                b_theta = _channel_theta(
+                    p_ring_k, p_k, p_ring_g, p_g, i_row, i_last, i_n, Hk * K, H * K, b_cx, b_query * b_scale,
+                    o_k, o_l, K, ISA,
+                )  # fmt: skip
             else:
                 b_from = exp(tl.cumsum(b_gs, axis=0))  # of the query's row, whose log-decay is zero, e^G_t
                 b_theta = weighted_rows(b_kq, b_from * tl.where(m_q, b_scale, -b_cx), ISA)
