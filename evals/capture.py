@@ -44,7 +44,7 @@ def capture(
     count = tokens // every
     ids = torch.tensor(tokenise(loaded.tokenizer, source.text, count * every + 1, sequences, seed))
     ids = ids.to(input_device(loaded.model))
-    with attach(loaded.model, "reference") as handle:
+    with attach(loaded.model, "reference", path="replay") as handle:
         # A short run of its own says which layers there are and what their states look like.
         probe = Rollout(handle, StatePolicy(window=1))
         probe.advance(ids[:, :1])

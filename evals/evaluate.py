@@ -119,7 +119,7 @@ def evaluate(
     run = None if out is None else RunDirectory(out, configuration)
     with ExitStack() as stack:
         stack.enter_context(bounded_attention(loaded.model))
-        handle = stack.enter_context(attach(loaded.model, "reference"))
+        handle = stack.enter_context(attach(loaded.model, "reference", path="replay"))
         for setup in wanted.values():  # recipes name layers: all must be there before hours are spent
             handle.use(policy_of(setup.policy))
         if run is not None:
@@ -135,7 +135,7 @@ def evaluate(
         done = {} if run is None else dict(run.arms)
         todo = [name for name in wanted if name not in done]
         if weights is not None and any(wanted[name].weights for name in todo):
-            work.quantized = stack.enter_context(attach(quantized(loaded.model, weights), "reference"))
+            work.quantized = stack.enter_context(attach(quantized(loaded.model, weights), "reference", path="replay"))
         for i in range(0, len(todo), together):
             group = {name: wanted[name] for name in todo[i : i + together]}
             for name, measured in work.measured(group).items():

@@ -165,7 +165,7 @@ def plan(
         "together": together, "progress": progress,
     }  # fmt: skip
     rounding = {name: policy for name, policy in policies.items() if not policy.exact}
-    with attach(loaded.model, "reference") as handle:
+    with attach(loaded.model, "reference", path="replay") as handle:
         ids = token_ids(loaded, halves[0], tokens + 1, sequences, seed)
         predicted = predict(handle, ids[:, :-1], rounding, progress=progress)
         families = {layer.name: layer.family for layer in handle.layers}

@@ -123,7 +123,7 @@ def _evidence(reference: Tensor, arm: Tensor, ids: Tensor, window: int, seed: in
 
 def _through_transformers(policy: StatePolicy | Recipe | None, ids: Tensor, model: Any) -> Tensor:
     """Logits [B, N − 1, vocabulary] of the tokens after the prompt and the one that it predicts."""
-    with attach(model, "reference") as handle:
+    with attach(model, "reference", path="replay") as handle:
         rollout = Rollout(handle, StatePolicy(window=1) if policy is None else policy)
         ids = ids.to(model.device)
         rollout.prefill(ids[:, :PROMPT])
@@ -156,7 +156,7 @@ def _serve(model: str, policy: StatePolicy | Recipe | None, ids: list[list[int]]
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from .plugin import activate
 
-    activate(policy)
+    activate(policy, path="replay")
     from vllm import LLM
 
     from .forcing import Forced, forced_logits

@@ -54,6 +54,8 @@ TABLE: tuple[Entry, ...] = (
     Entry(Launch(rows=8, warps=1, programs=132 * 32), "renew"),
     Entry(Launch(warps=1), "window"),
     Entry(Launch(warps=4), "plan"),
+    # one warp: with several, a key goes through shared memory and its norm through barriers, 28 of them
+    Entry(Launch(rows=8, warps=1), "standard"),
     # terms of a scan by padded window; the carry of nvfp4 holds whole heads, whose scale is one, others some rows
     Entry(Launch(warps=8, columns=32), "scan_terms", "64"),
     Entry(Launch(warps=8, columns=64), "scan_terms", "32"),

@@ -17,6 +17,7 @@ from ..quant.spec import LayerSpec
 from ..quant.state import DecodeState
 from . import sequence
 from .inputs import TokenInputs
+from .paths import Path
 from .step import step as reference_step
 
 
@@ -87,7 +88,8 @@ def _state(pool: list[Tensor], layer: _Layer) -> DecodeState:
 @torch.library.custom_op(
     "quantize_state::decode_step",
     mutates_args=("pool",),
-    schema="(Tensor(a!)[] pool, Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? g, Tensor slots, int layer)"
+    schema="(Tensor(a!)[] pool, Tensor q, Tensor k, Tensor v, Tensor beta, Tensor? g, Tensor slots, int layer,"
+    ' str path="replay")'
     " -> Tensor",
 )
 def decode_step(
@@ -99,15 +101,17 @@ def decode_step(
     g: Tensor | None,
     slots: Tensor,
     layer: int,
+    path: Path = "replay",
 ) -> Tensor:
     """``step`` on the tensors of a DecodeState (``pool_of``), which change in place: outputs [B, 1, H, V] float32.
 
-    By the kernels where they can, else by the reference, which waits for the device.
+    By the kernels where they can (``path`` as in ``sequence.step``), else by the reference, which waits for the device.
     """
     state = _state(pool, _layers[layer])
     inputs = TokenInputs(q, k, v, beta, g)
-    run = reference_step if sequence.unsupported(state) else sequence.step
-    return run(state, inputs, slots)
+    if sequence.unsupported(state):
+        return reference_step(state, inputs, slots)
+    return sequence.step(state, inputs, slots, path=path)
 
 
 @decode_step.register_fake
@@ -120,5 +124,6 @@ def _(
     g: Tensor | None,
     slots: Tensor,
     layer: int,
+    path: Path = "replay",
 ) -> Tensor:
     return v.new_empty(v.shape, dtype=torch.float32)

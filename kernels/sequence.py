@@ -1,6 +1,7 @@
 """Decode as a few launches without host synchronisation, so that it can be captured.
 
 ``step`` is plan, window, readout, fold: the arithmetic of ``kernels.step.step``, on the same DecodeState in place.
+Where replay does not pay, at small batches, it can be one launch of the standard kernel instead (kernels/paths.py).
 ``verify`` takes drafts too, as kernels/speculative.py's: plan, window and fold of the rows that close their window,
 then window and readout of all other tokens, several queries a row from one reading of the copy.
 """
@@ -10,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from ..quant.errors import InvalidValueError, NonFiniteStateError
+from ..quant.errors import InvalidValueError, NonFiniteStateError, unknown_name
 from ..quant.formats import FORMATS
 from ..quant.policy import StatePolicy
 from ..quant.spec import LayerSpec
@@ -26,7 +27,9 @@ from .fold.renew import needs_top, renew
 from .fold.triton import fold_kernel
 from .inputs import TokenInputs
 from .launch import find_launch, isa_of, run
+from .paths import Path, standard_pays
 from .readout.triton import readout
+from .standard.triton import step as standard_step
 from .step import renew_mix
 from .window.triton import delta_window, mamba2_window, plan_kernel, verify_plan_kernel
 
@@ -55,7 +58,8 @@ def unsupported_layer(spec: LayerSpec, policy: StatePolicy) -> str | None:
 class Workspace:
     """What the launches of a step hand on, for up to ``batch`` rows of ``tokens`` each; kept between steps under CUDA
     graphs. ``row`` and ``used`` are orders of the plan (kernels/window/triton.py), ``closing`` and ``none`` those for
-    the rows that a verification flushes, ``verified`` how many of their tokens rows verified."""
+    the rows that a verification flushes, ``verified`` how many of their tokens rows verified, ``done`` zeros that the
+    standard kernel counts in."""
 
     row: Tensor
     used: Tensor
@@ -63,6 +67,7 @@ class Workspace:
     none: Tensor
     verified: Tensor
     flushing: Tensor
+    done: Tensor
     count: Tensor
     theta: Tensor
     gain: Tensor
@@ -92,6 +97,7 @@ class Workspace:
                 name: empty(batch, dtype=torch.int32)
                 for name in ("row", "used", "closing", "none", "verified", "flushing")
             },
+            done=torch.zeros(batch, dtype=torch.int32, device=device),
             count=torch.zeros(1, dtype=torch.int32, device=device),
             theta=empty(batch, tokens, rows, spec.key_dim, dtype=torch.float16 if half else torch.float32),
             gain=empty(batch, tokens, spec.heads),
@@ -116,6 +122,7 @@ def step(
     inputs: TokenInputs,
     slots: Tensor | None = None,
     *,
+    path: Path = "replay",
     workspace: Workspace | None = None,
     out: Tensor | None = None,
     skip: tuple[Tensor, Tensor] | None = None,
@@ -123,12 +130,15 @@ def step(
 ) -> Tensor:
     """One token for each row: outputs [B, 1, H, V], of padded rows zeros (or what ``out`` held).
 
+    ``path`` as in kernels/paths.py: ``auto`` is for serving, where nothing asks what the copy's error is.
     ``skip`` (x [B, 1, H, V], D [H]) and ``gate`` [B, 1, H, V] as in ``readout``. Slots are not checked: two rows
     with one slot race.
     """
     if inputs.tokens != 1:
         raise InvalidValueError(f"step takes one token per row and was given {inputs.tokens}")
     slots, w, out = _prepared(state, inputs, slots, workspace, out)
+    if takes_standard(state, inputs.rows, path):
+        return standard_step(state, inputs, slots, out=out, skip=skip, gate=gate, done=w.done, status=w.status)
     plan(state, slots, w)
     window(state, inputs, slots, w)
     with _beside(slots.device) as join:
@@ -155,6 +165,16 @@ def _beside(device: torch.device) -> Iterator[Callable[[], None]]:
     side.wait_stream(here)
     with torch.cuda.stream(side):
         yield lambda: here.wait_stream(side)
+
+
+def takes_standard(state: DecodeState, batch: int, path: Path) -> bool:
+    """Whether a step of ``batch`` rows is one of the standard kernel. It depends on nothing on the device, so that a
+    captured step stays what it is."""
+    if path not in get_args(Path):
+        raise unknown_name("path", path, get_args(Path))
+    if path != "auto":
+        return path == "standard"
+    return standard_pays(state.spec, state.policy, isa_of(state.cursor.device), batch)
 
 
 def verify(
@@ -214,7 +234,8 @@ def mixing_of(state: DecodeState) -> Tensor:
             )
         length = state.policy.window
         state.mix = torch.zeros(state.slots, state.spec.heads, length, length, device=state.cursor.device)
-        renew_mix(state, torch.arange(state.slots, device=state.cursor.device), state.cursor.long())
+        everything = torch.arange(state.slots, device=state.cursor.device)
+        renew_mix(state, everything, state.fill(everything))
     return state.mix
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..quant.errors import InvalidValueError
 from ..quant.policy import StatePolicy
 from ..quant.spec import LayerSpec
-from ..quant.state import PADDING, DecodeState
+from ..quant.state import PADDING, STALE, DecodeState
 from .inputs import TokenInputs
 from .readout.reference import readout
 from .step import _append, _flush, _live_rows, _ring_window, _rows
@@ -38,13 +38,15 @@ class Verified:
 def plan(cursor: Tensor, window: int, tokens: int, *, early: bool = False) -> tuple[Tensor, Tensor]:
     """For rows with ``cursor`` [B] committed ring rows: who closes its window, and how many tokens are verified.
 
-    Tensor arithmetic alone, as a kernel does it. See ``verify`` for ``early``.
+    A row whose copy is STALE closes, as it would flush in plain decoding. Tensor arithmetic alone, as a kernel does
+    it. See ``verify`` for ``early``.
     """
+    stale = cursor == STALE
     if early:
-        closing = cursor + tokens >= window
+        closing = (cursor + tokens >= window) | stale
         room = torch.full_like(cursor, window)
     else:
-        closing = cursor + 1 == window
+        closing = (cursor + 1 == window) | stale
         room = torch.where(closing, window, window - 1 - cursor)
     return closing, room.clamp(max=tokens)
 
@@ -69,12 +71,12 @@ def verify(state: DecodeState, inputs: TokenInputs, slots: Tensor | None = None,
     y = inputs.v.new_zeros(inputs.rows, inputs.tokens, state.spec.heads, state.spec.value_dim, dtype=torch.float32)
     inputs = inputs if live is None else inputs.rows_at(live)
     cursor = state.cursor[slots].long()
-    if bool((cursor < 0).any()):
+    if bool(((cursor < 0) & (cursor != STALE)).any()):
         raise InvalidValueError(f"slots {slots[cursor < 0].tolist()} hold verified tokens that were not accepted yet")
     closing, tokens = plan(cursor, length, inputs.tokens, early=early)
     out = y if live is None else y[live]
     if bool(closing.any()):
-        out[closing, 0] = _close(state, inputs.slice(0, 1), slots, cursor, closing)
+        out[closing, 0] = _close(state, inputs.slice(0, 1), slots, cursor.clamp(min=0), closing)
     reading = (tokens > 1) | ~closing
     if bool(reading.any()):
         rows = reading.nonzero()[:, 0]

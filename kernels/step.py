@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..quant.errors import InvalidValueError
 from ..quant.policy import StatePolicy
-from ..quant.state import PADDING, DecodeState
+from ..quant.state import PADDING, STALE, DecodeState
 from .fold.reference import fold
 from .inputs import TokenInputs, concat_tokens
 from .readout.reference import readout
@@ -26,7 +26,7 @@ from .window.reference import Window, fold_terms, make_window, mixing, read_term
 
 
 def step(state: DecodeState, inputs: TokenInputs, slots: Tensor | None = None) -> Tensor:
-    """One token for each row: append it to the ring, then read, or flush where the window is full.
+    """One token for each row: append it to the ring, then read, or flush where the window is full or the copy stale.
 
     A row that flushes takes its output from the FP32 state that it has just folded.
     """
@@ -35,10 +35,10 @@ def step(state: DecodeState, inputs: TokenInputs, slots: Tensor | None = None) -
     slots, live = _live_rows(state, inputs, slots)
     y = inputs.v.new_zeros(inputs.rows, state.spec.heads, state.spec.value_dim, dtype=torch.float32)
     inputs = inputs if live is None else inputs.rows_at(live)
-    row = state.cursor[slots].long()
+    row = state.fill(slots)
+    flushing = (row + 1 == state.policy.window) | (state.cursor[slots] == STALE)
     _append(state, inputs, slots, row)
     window = _ring_window(state, slots, inputs, row)
-    flushing = row + 1 == state.policy.window
     # Rows that flush come first: they alone can raise, and then no row has moved on.
     parts = [(flushing, _flush), (~flushing, _read)]
     out = y if live is None else y[live]
@@ -80,8 +80,13 @@ def scan(state: DecodeState, inputs: TokenInputs, slots: Tensor | None = None) -
     cursor = state.cursor[slots]
     for fill in cursor.unique().tolist():  # rows whose windows end at the same token go together
         together = cursor == fill
-        chosen = rows[together]
-        y[chosen] = _scan_aligned(state, inputs.rows_at(chosen), slots[together], fill)
+        chosen, own = rows[together], slots[together]
+        first = 0
+        if fill == STALE:  # the first token flushes, and a window begins behind it
+            first, fill = 1, 0
+            y[chosen, :1] = step(state, inputs.rows_at(chosen).slice(0, 1), own)
+        if first < inputs.tokens:
+            y[chosen, first:] = _scan_aligned(state, inputs.rows_at(chosen).slice(first, inputs.tokens), own, fill)
     return y
 
 
@@ -148,7 +153,7 @@ def folded(state: DecodeState, slots: Tensor | None = None) -> Tensor:
     index = state.index(slots, repeats=True)
     _check_cursors(state, index)
     checkpoint = state.checkpoint[index].decode()
-    if not bool(state.cursor[index].any()):
+    if not bool(state.fill(index).any()):
         return checkpoint
     window = _ring_window(state, index)
     return fold(checkpoint, fold_terms(window), window.v)
@@ -170,7 +175,7 @@ def _live_rows(state: DecodeState, inputs: TokenInputs, slots: Tensor | None) ->
 def _check_cursors(state: DecodeState, slots: Tensor) -> None:
     """Raise InvalidValueError for a count that stepping never leaves: rows outside the ring would be hit."""
     cursor, window = state.cursor[slots], state.policy.window
-    wrong = (cursor < 0) | (cursor >= window)
+    wrong = ((cursor < 0) & (cursor != state.emptied)) | (cursor >= window)
     if bool(wrong.any()):
         i = int(wrong.nonzero()[0])
         raise InvalidValueError(
@@ -219,7 +224,7 @@ def _ring_window(
     """The window of each slot's ring; with ``inputs``, their one token's query stands at ``row``."""
     rows = {name: ring[slots] for name, ring in state.ring.items()}
     q = torch.zeros_like(rows["k"])
-    used = state.cursor[slots].long()
+    used = state.fill(slots)
     if inputs is not None and row is not None:
         q = q.to(inputs.q.dtype)
         q[torch.arange(len(slots), device=row.device), row] = inputs.q[:, 0]

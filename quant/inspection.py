@@ -14,6 +14,7 @@ from .errors import InvalidValueError
 from .formats import FORMATS, find_format
 from .packed import SCHEMA as PACKED_SCHEMA
 from .packed import PackedFile, Source, find_states
+from .state import STALE, DecodeState
 from .storage import SCHEMA as STATE_SCHEMA
 from .storage import load_states
 from .tensorfile import NAMES, TensorFile, pieces
@@ -62,7 +63,8 @@ def inspect(
     """Report every state in a packed file, a DecodeState file, or any file with float tensors [..., V, K].
 
     Errors are relative, ‖decoded − original‖ / ‖original‖. ``original`` is the file that a packed one was made from;
-    a DecodeState's copy is compared with its own checkpoint. Reads a few megabytes at a time.
+    a DecodeState's copy is compared with its own checkpoint, but for slots in which it is stale. Reads a few megabytes
+    at a time.
     """
     source = TensorFile(file) if isinstance(file, str | os.PathLike) else file
     schema = source.metadata.get("schema")
@@ -76,12 +78,21 @@ def inspect(
         for name, state in load_states(source.path).items():
             yield _report(f"{name}/checkpoint", [(state.checkpoint, None)])
             if state.copy is not None:
-                yield _report(f"{name}/copy", [(state.copy, state.checkpoint.decode())])
+                yield _report(f"{name}/copy", _copies(state))
     else:
         for found in find_states(source):
             slot = source.slots[found.tensor]
             parts = pieces(slot.shape, slot.nbytes // max(slot.shape[0], 1)) if len(slot.shape) > 2 else [None]
             yield _report(found.name, ((source.read(found.tensor, rows), None) for rows in parts))
+
+
+def _copies(state: DecodeState) -> Iterator[tuple[EncodedState, Tensor | None]]:
+    """The copies of a state's slots beside what they encode, and those that are STALE beside nothing."""
+    assert state.copy is not None
+    stale = state.cursor == STALE
+    for chosen, compared in ((~stale, True), (stale, False)):
+        if bool(chosen.any()) or (compared and not state.slots):
+            yield state.copy[chosen], state.checkpoint[chosen].decode() if compared else None
 
 
 def _packed(file: PackedFile, original: TensorFile | None) -> Iterator[StateReport]:

@@ -16,6 +16,11 @@ from .spec import LayerSpec
 PADDING = -1
 """The slot index of a padded row of a batch: it is neither read nor written."""
 
+STALE = -2
+"""A cursor's value: the ring is empty, and the copy encodes a checkpoint of some tokens ago, which the standard path
+(kernels/standard) has moved on since. The next step by replay flushes: it folds its own token alone, and renews the
+copy. Without a copy nothing can be stale, and the cursor is 0."""
+
 _INDEX_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -26,10 +31,10 @@ class DecodeState:
     ``checkpoint`` [slots, H, V, K] is the state at the start of each slot's window; ``copy`` its read-only
     low-precision encoding, or None where outputs read the checkpoint itself. ``ring`` holds the raw inputs
     since then: ``v`` [slots, L, H, V], ``k`` [slots, L, Hk, K], ``beta`` [slots, L, H] and, but for Mamba-2,
-    ``g`` [slots, L, H] or [slots, L, H, K]. ``cursor`` [slots] counts the tokens in the ring, ``position``
-    [slots] all tokens seen. ``decay_rate`` [H] is Mamba-2's A, a constant of the layer. ``mix`` [slots, H, L, L] is
-    what the kernels keep of the delta rule between tokens, the rows of M = (I + A)⁻¹·diag(β) of the tokens in the ring:
-    a function of the ring, float32, None until a kernel first steps.
+    ``g`` [slots, L, H] or [slots, L, H, K]. ``cursor`` [slots] counts the tokens in the ring (or is STALE),
+    ``position`` [slots] all tokens seen. ``decay_rate`` [H] is Mamba-2's A, a constant of the layer. ``mix``
+    [slots, H, L, L] is what the kernels keep of the delta rule between tokens, the rows of M = (I + A)⁻¹·diag(β) of the
+    tokens in the ring: a function of the ring, float32, None until a kernel first steps.
     """
 
     spec: LayerSpec
@@ -96,6 +101,15 @@ class DecodeState:
     def read_source(self) -> EncodedState:
         """What outputs read: the copy, or the checkpoint where there is none."""
         return self.checkpoint if self.copy is None else self.copy
+
+    @property
+    def emptied(self) -> int:
+        """The cursor of a ring that was folded into the checkpoint without renewing the copy."""
+        return 0 if self.copy is None else STALE
+
+    def fill(self, slots: Tensor) -> Tensor:
+        """How many tokens the rings of ``slots`` [n] hold, int64."""
+        return self.cursor[slots].long().clamp(min=0)
 
     def index(self, slots: Tensor | None, *, padding: bool = False, repeats: bool = False) -> Tensor:
         """``slots`` [n] as int64 on the state's device; all of them by default.

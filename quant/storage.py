@@ -35,7 +35,7 @@ def save_states(states: Mapping[str, DecodeState], path: str | os.PathLike[str])
     layers: dict[str, Any] = {}
     for name, state in states.items():
         # clone: safetensors refuses tensors that share memory, as a decay rate may
-        tensors |= {f"{name}/{key}": t.detach().cpu().contiguous().clone() for key, t in _tensors(state).items()}
+        tensors |= {f"{name}/{key}": _plain(t) for key, t in _tensors(state).items()}
         layers[name] = {
             "layer": state.layer,  # of which stochastic rounding is seeded
             "spec": dataclasses.asdict(state.spec),
@@ -52,6 +52,11 @@ def save_states(states: Mapping[str, DecodeState], path: str | os.PathLike[str])
             save_file(tensors, temporary, metadata)
         except SafetensorError as error:
             raise OSError(str(error)) from error  # newer versions of safetensors name the system's error in it alone
+
+
+def _plain(t: Tensor) -> Tensor:
+    """A contiguous copy on the CPU; ``contiguous`` alone would leave the strides of a tensor with one element."""
+    return t.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 def load_states(path: str | os.PathLike[str], device: str = "cpu") -> dict[str, DecodeState]:
@@ -139,7 +144,8 @@ def _check(name: str, state: DecodeState) -> None:
     wrong += [key for key, count in counts.items() if count != state.slots]
     if wrong:
         raise FileFormatError(f"layer {name!r} has tensors that don't fit its description: {', '.join(wrong)}")
-    if bool(((state.cursor < 0) | (state.cursor >= state.policy.window)).any()):
+    counts_tokens = (state.cursor >= 0) & (state.cursor < state.policy.window)
+    if not bool((counts_tokens | (state.cursor == state.emptied)).all()):
         raise FileFormatError(f"layer {name!r} has a ring of {state.policy.window} that claims to hold other counts")
 
 

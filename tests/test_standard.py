@@ -21,7 +21,7 @@ from quantize_state.quant.errors import InvalidValueError
 from quantize_state.quant.formats import FORMATS
 from quantize_state.quant.policy import StatePolicy
 from quantize_state.quant.spec import LayerSpec
-from quantize_state.quant.state import DecodeState
+from quantize_state.quant.state import STALE, DecodeState
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason=unavailable() or "Triton was imported without TRITON_INTERPRET=1")
 
@@ -50,7 +50,7 @@ def test_the_reference_is_the_recurrence(family):
 
 @pytest.mark.parametrize("family", SPECS)
 def test_one_token(family):
-    """Output and state; padding, a slot that no row names, cursors, rings and copies stay as they are."""
+    """Output and state; padding, a slot that no row names, rings and copies stay as they are; cursors say STALE."""
     state = make_state(family, read="nvfp4", window=4, fills=[0] * 5)
     before, inputs = state.clone(), token(family, len(SLOTS))
     live = [b for b, s in enumerate(SLOTS) if s >= 0]
@@ -63,21 +63,12 @@ def test_one_token(family):
     assert error(out[live, 0], expected) < FP32 and error(state.checkpoint.codes[rows], expected_state) < FP32
     assert out[1].isnan().all(), "a padded row was written"
     assert state.position.tolist() == [101, 101, 100, 101, 101] and int(status) == 0
+    assert state.cursor.tolist() == [STALE, STALE, 0, STALE, STALE]
     for name, pool in pools(state).items():
         touched = [2] if name.startswith("checkpoint") else range(5)
         for slot in touched:
             assert torch.equal(as_bytes(pool[slot]), as_bytes(pools(before)[name][slot])), (name, slot)
         assert gaps_untouched(pool), name
-
-
-def test_rows_whose_ring_holds_tokens_are_left_alone():
-    state = make_state("gdn", read=None, window=4, fills=[0, 2], slots=2)
-    before = state.clone()
-    out = torch.full((2, 1, state.spec.heads, state.spec.value_dim), float("nan"))
-    step(state, token("gdn", 2), out=out)
-    assert out[0].isfinite().all() and out[1].isnan().all()
-    assert torch.equal(state.checkpoint.codes[1], before.checkpoint.codes[1]) and state.position.tolist() == [101, 100]
-    assert not torch.equal(state.checkpoint.codes[0], before.checkpoint.codes[0])
 
 
 @pytest.mark.parametrize("family", SPECS)

@@ -65,7 +65,7 @@ def ask(
     else:
         loaded = load_model(model, device=ranks.device(device), dtype=dtype, trust_remote_code=trust_remote_code)
     with ExitStack() as stack:
-        handle = stack.enter_context(attach(loaded.model, "reference"))
+        handle = stack.enter_context(attach(loaded.model, "reference", path="replay"))
         for policy in policies.values():  # recipes name layers: all must be there before hours are spent
             handle.use(policy_of(policy))
         how = Sampling(plan.temperature, plan.top_k, plan.top_p, plan.seed)

@@ -36,7 +36,7 @@ def scan_against_step(model: str, tokens: int, arm: str, step_tokens: int | None
     loaded = load_model(model)
     ids = torch.tensor(tokenise(loaded.tokenizer, load_text("pydoc").text, tokens + 1), device=loaded.model.device)
     seconds = {}
-    with attach(loaded.model, parse_arm(arm)) as handle:
+    with attach(loaded.model, parse_arm(arm), path="replay") as handle:
         for engine, count in (("scan", tokens), ("step", step_tokens)):
             Rollout(handle, parse_arm(arm), engine).advance(ids[:, :64])  # warm up
             rollout = Rollout(handle, parse_arm(arm), engine)

@@ -26,7 +26,6 @@ from ...kernels import launch as table
 from ...kernels.cases import random_state
 from ...kernels.launch import Entry, Launch, find_launch, isa_of
 from ...kernels.shapes import find_shape
-from ...kernels.standard.triton import launch_of
 from ...kernels.timing import GraphTimer, Timer, l2_bytes, need_gpu
 from ...quant.errors import InvalidValueError, QuantizeStateError
 from ...quant.policy import StatePolicy
@@ -100,7 +99,7 @@ def sweep(
         processors = torch.cuda.get_device_properties(bench.device).multi_processor_count
     found = []
     for batch in batches:
-        base = launch_of(spec, isa, batch) if op == STANDARD else _current(op, format, spec, isa, batch)
+        base = _current(op, format, spec, isa, batch)
         for chosen in candidates(op, base, spec, processors)[:limit]:
             with preferred(Entry(chosen, op)):
                 tried = _try(bench, op, spec, policy, batch, pool, chosen)

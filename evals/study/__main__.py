@@ -68,7 +68,7 @@ def _run(args: argparse.Namespace, groups: Sequence[str], out: Path) -> None:
     if args.protocol == "held-out" and not law_path.exists():
         law_path.parent.mkdir(parents=True, exist_ok=True)
         policies = reads() | arms("windows", full=args.full)
-        with bounded_attention(loaded.model), attach(loaded.model, "reference") as handle:
+        with bounded_attention(loaded.model), attach(loaded.model, "reference", path="replay") as handle:
             ids = token_ids(loaded, load_text("pydoc"), args.tokens + 1, 1, args.seed)
             found = predict(handle, ids[:, :-1], policies)
         Law(

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from ...quant.spec import LayerSpec
+from ...quant.state import PADDING, DecodeState
 from ..inputs import TokenInputs
+from ..step import folded
 from ..window.reference import L2_NORM_EPS
 
 
@@ -31,3 +33,16 @@ def standard(spec: LayerSpec, state: Tensor, inputs: TokenInputs, decay_rate: Te
         v = v - (state @ k[..., None])[..., 0]
     state += (beta[..., None] * v)[..., None] * k[..., None, :]
     return (state @ q[..., None])[..., 0]
+
+
+def step(state: DecodeState, inputs: TokenInputs, slots: Tensor) -> Tensor:
+    """One token for each row on a state that replay shares, as ``standard.triton.step``: outputs [B, 1, H, V]."""
+    y = inputs.v.new_zeros(inputs.v.shape, dtype=torch.float32)
+    live = slots != PADDING
+    index = slots[live].long()
+    matrix = folded(state, index)
+    y[live, 0] = standard(state.spec, matrix, inputs.rows_at(live), state.decay_rate)
+    state.checkpoint.codes[index] = matrix
+    state.cursor[index] = state.emptied
+    state.position[index] += 1
+    return y

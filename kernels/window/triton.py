@@ -14,6 +14,7 @@ tokens, never of differences, so that −∞ is an ordinary log-decay.
 
 from __future__ import annotations
 
+from ...quant import state as states
 from ..device.codec import bits_float, float_bits, hadamard
 from ..device.dot import dot_raw, weighted_rows
 from ..device.fp4 import THETA_BITS_CONVERTED, THETA_BITS_MOVED, pair_position
@@ -21,6 +22,7 @@ from ..device.math import exp, exp_fast, inverse_norm
 from ..device.targets import tl, triton
 
 NOTHING = tl.constexpr(-2)
+STALE = tl.constexpr(states.STALE)
 
 
 @triton.jit
@@ -28,8 +30,9 @@ def plan_kernel(
     p_slots, p_cursor, p_position, p_row, p_used, p_list, p_count, s_cursor, s_position, B,
     L: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
-    """One program, for one token a row. ``list``: the rows that flush, ``count`` [1] of them. Cursors and positions
-    move on. BP rows at a time."""
+    """One program, for one token a row. ``list``: the rows that flush, ``count`` [1] of them: those whose ring is full,
+    and those whose copy is stale, whose ring holds this token alone. Cursors and positions move on. BP rows at a
+    time."""
     i_count = 0
     for i_b in range(0, B, BP):
         o_b = i_b + tl.arange(0, BP)
@@ -39,8 +42,10 @@ def plan_kernel(
         o_slot = i_slot.to(tl.int64)
         p_c = p_cursor + o_slot * s_cursor
         p_p = p_position + o_slot * s_position
-        i_row = tl.load(p_c, mask=m_live, other=NOTHING)
-        m_flush = m_live & (i_row + 1 >= L)
+        i_cursor = tl.load(p_c, mask=m_live, other=0)
+        m_stale = i_cursor == STALE
+        i_row = tl.where(m_live, tl.where(m_stale, 0, i_cursor), NOTHING)
+        m_flush = m_live & (m_stale | (i_row + 1 >= L))
         b_after = tl.where(m_flush | (m_live == 0), 0, i_row + 1)
         tl.store(p_row + o_b, i_row, mask=m_b)
         tl.store(p_used + o_b, b_after, mask=m_b)
@@ -67,12 +72,14 @@ def verify_plan_kernel(
         i_slot = tl.load(p_slots + o_b, mask=m_b, other=-1)
         p_c = p_cursor + i_slot.to(tl.int64) * s_cursor
         i_cursor = tl.load(p_c, mask=i_slot >= 0, other=-1)
+        m_stale = i_cursor == STALE
+        i_cursor = tl.where(m_stale, 0, i_cursor)
         m_live = (i_slot >= 0) & (i_cursor >= 0)  # a cursor of −1 waits for its count: nothing more is verified on it
         if EARLY:
-            m_close = m_live & (i_cursor + T >= L)
+            m_close = m_live & (m_stale | (i_cursor + T >= L))
             b_tokens = tl.zeros([BP], tl.int32) + T
         else:
-            m_close = m_live & (i_cursor + 1 >= L)
+            m_close = m_live & (m_stale | (i_cursor + 1 >= L))
             b_tokens = tl.minimum(tl.where(m_close, L, L - 1 - i_cursor), T)
         b_tokens = tl.where(m_live, b_tokens, 0)
         i_row = tl.where(m_close, -1, i_cursor)

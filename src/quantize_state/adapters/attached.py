@@ -5,11 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 
-from ..quant.errors import QuantizeStateError
+from ..kernels.paths import Path
+from ..quant.errors import QuantizeStateError, unknown_name
 from ..quant.policy import StatePolicy
 from ..quant.recipe import Recipe
 from ..quant.state import DecodeState
@@ -25,7 +26,7 @@ Policy = StatePolicy | Recipe | Mapping[str, Any] | str | None
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def attach(model: nn.Module, policy: Policy, *, teacher_forced: bool = False) -> Attached:
+def attach(model: nn.Module, policy: Policy, *, teacher_forced: bool = False, path: Path = "auto") -> Attached:
     """Keep the recurrent states of ``model`` as ``policy`` says, until the returned handle's context is left.
 
     ``policy`` is one StatePolicy or arm name for all layers, a Recipe (also as the mapping that a YAML recipe
@@ -38,16 +39,20 @@ def attach(model: nn.Module, policy: Policy, *, teacher_forced: bool = False) ->
       it gives what as many single steps would. (Mamba-2's limits on Δ, which some models have, apply to prompts
       alone: transformers' single-token function has none, nor have serving engines.)
 
+    On a GPU, decode steps of small batches are by default those of the standard FP32 kernel, which is faster there; its
+    outputs carry no read error. To see what a read format does to a model, ask for ``path="replay"``, as `eval` does:
+    then every step reads the copy.
+
     The model works as ever otherwise: ``generate()``, padded batches, beam search, static caches; and beyond that,
     assisted generation, which transformers refuses for recurrent states (docs/speculative.md). A cache made by
     the model when it was not attached is taken in on first use; when the context is left, also by an exception,
     every live cache gets plain tensors, and the model is what it was. For inference alone: a backward pass through
     a state raises QuantizeStateError.
 
-    Raises UnsupportedModelError for a model without such layers, InvalidValueError for a policy or recipe that
+    Raises UnsupportedModelError for a model without such layers, InvalidValueError for a policy, recipe or path that
     does not fit, and QuantizeStateError where the model is attached already.
     """
-    return Attached(model, policy, teacher_forced=teacher_forced)
+    return Attached(model, policy, teacher_forced=teacher_forced, path=path)
 
 
 class Attached:
@@ -55,15 +60,19 @@ class Attached:
 
     ``model`` is the model, ``layers`` are the attached layers in order, ``others`` the classes of its other layers
     with their numbers. ``observer``, where set, is called as ``observer(layer, inputs, y, state)`` after each
-    layer's recurrence, with its outputs before Mamba-2's skip and before gates. ``teacher_forced`` may be changed
-    between calls. ``acceptance`` counts the drafts of the last assisted generation; ``verifying`` says that one runs.
+    layer's recurrence, with its outputs before Mamba-2's skip and before gates. ``teacher_forced`` and ``path`` may be
+    changed between calls. ``acceptance`` counts the drafts of the last assisted generation; ``verifying`` says that one
+    runs.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy, *, teacher_forced: bool = False) -> None:
+    def __init__(self, model: nn.Module, policy: Policy, *, teacher_forced: bool = False, path: Path = "auto") -> None:
+        if path not in get_args(Path):
+            raise unknown_name("path", path, get_args(Path))
         found = find_layers(model)
         policies = _policies(policy, model, [layer.name for layer in found])
         self.model = model
         self.teacher_forced = teacher_forced
+        self.path: Path = path
         self.observer: Observer | None = None
         self.layers = tuple(
             AttachedLayer(layer, i, own, self) for i, (layer, own) in enumerate(zip(found, policies, strict=True))

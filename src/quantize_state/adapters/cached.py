@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.inputs import TokenInputs, concat_tokens
+from ..kernels.paths import Path
 from ..kernels.speculative import accept, verify
 from ..kernels.step import folded, scan
 from ..kernels.step import step as reference_step
@@ -42,8 +43,8 @@ class CachedState:
         self._workspace: Any = None  # what the kernels' launches hand on, kept so that a captured graph finds it
         self._steps = 0
 
-    def step(self, inputs: TokenInputs) -> Tensor:
-        """One token for each row: by the kernels on a GPU, where they can, else by the reference.
+    def step(self, inputs: TokenInputs, path: Path = "auto") -> Tensor:
+        """One token for each row: by the kernels on a GPU, where they can, else by the reference, which replays.
 
         The kernels do not wait for the device, so Inf or NaN in a state is found once a window, and never while a
         graph is captured.
@@ -57,7 +58,7 @@ class CachedState:
             return reference_step(state, inputs)
         if self._workspace is None:
             self._workspace = sequence.Workspace.allocate(state, state.slots)
-        y = sequence.step(state, inputs, workspace=self._workspace)
+        y = sequence.step(state, inputs, path=path, workspace=self._workspace)
         self._steps += 1
         if self._steps % state.policy.window == 0 and not torch.cuda.is_current_stream_capturing():
             self._workspace.check_finite(state)
@@ -113,9 +114,10 @@ class CachedState:
 
     @property
     def _within_window(self) -> bool:
-        """Whether no draft, accepted, would end the window; the rows of a cache have the same fill."""
+        """Whether no draft, accepted, would end the window; a window whose copy is stale ends with the next token."""
         assert self.drafts is not None
-        return int(self.state.cursor.max()) + self.drafts.tokens < self.state.policy.window
+        least, most = (int(t) for t in self.state.cursor.aminmax())
+        return least >= 0 and most + self.drafts.tokens < self.state.policy.window
 
     @property
     def shape(self) -> torch.Size:

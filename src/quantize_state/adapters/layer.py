@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.inputs import TokenInputs
+from ..kernels.paths import Path
 from ..kernels.step import prefill, scan
 from ..quant.errors import QuantizeStateError
 from ..quant.policy import StatePolicy
@@ -26,6 +27,7 @@ class Handle(Protocol):
     """What a layer needs of the handle that it belongs to."""
 
     teacher_forced: bool
+    path: Path
     verifying: bool
     observer: Observer | None
     homes: Homes
@@ -97,7 +99,9 @@ class AttachedLayer:
             return torch.cat([*head, held.verify(inputs.slice(last, last + 1))], dim=1)
         if self._handle.teacher_forced:
             return scan(held.state, inputs)
-        return prefill(held.state, inputs) if fresh or inputs.tokens != 1 else held.step(inputs)
+        if fresh or inputs.tokens != 1:
+            return prefill(held.state, inputs)
+        return held.step(inputs, self._handle.path)
 
     def _spec(self, inputs: TokenInputs, qk_l2norm: bool, query_scale: float) -> LayerSpec:
         heads, value_dim = inputs.v.shape[-2:]

@@ -90,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
             **inputs, **sampling, max_new_tokens=args.max_new_tokens, return_dict_in_generate=True, **more
         )
 
-    with attach(loaded.model, policy) as handle, ExitStack() as stack:
+    # by replay: at a batch of one the standard path would show the text of an FP32 state, whatever the policy
+    with attach(loaded.model, policy, path="replay") as handle, ExitStack() as stack:
         assistant = _assistant(args, loaded, options, stack) if args.assistant else {}
         generated = generate(**assistant, streamer=TextStreamer(loaded.tokenizer, skip_prompt=False))
         resident = handle.state_bytes()["total"]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...kernels import sequence
 from ...kernels.inputs import TokenInputs
+from ...kernels.paths import Path
 from ...kernels.step import folded, step
 from ...quant.errors import QuantizeStateError
 from ...quant.policy import StatePolicy
@@ -39,8 +40,8 @@ class ReadCopy:
     same: vLLM's own prefill works on the checkpoint, before it rings are folded in and after it copies renewed.
     """
 
-    def __init__(self, name: str, spec: LayerSpec, policy: StatePolicy, max_rows: int) -> None:
-        self.name, self.spec, self.policy = name, spec, policy
+    def __init__(self, name: str, spec: LayerSpec, policy: StatePolicy, max_rows: int, path: Path = "auto") -> None:
+        self.name, self.spec, self.policy, self.path = name, spec, policy, path
         self._max_rows = max_rows
         self._state: DecodeState | None = None
         self._workspace: Any = None
@@ -74,7 +75,9 @@ class ReadCopy:
         slots = torch.where(slots == NULL_BLOCK, PADDING, slots)
         if self._workspace is not None:
             with_token = None if skip is None else (skip[0].unsqueeze(1), skip[1])
-            sequence.step(state, inputs, slots, workspace=self._workspace, out=out.unsqueeze(1), skip=with_token)
+            sequence.step(
+                state, inputs, slots, path=self.path, workspace=self._workspace, out=out.unsqueeze(1), skip=with_token
+            )
             return
         y = step(state, inputs, slots).squeeze(1)
         if skip is not None:

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from ...kernels.paths import Path
 from ...quant.errors import QuantizeStateError
 from ...quant.policy import StatePolicy
 from ...quant.recipe import Recipe
@@ -32,11 +33,12 @@ class Plugin:
 
     def __init__(self) -> None:
         self.asked: str | None = None
+        self.path: Path = "auto"
         self._recipe: Recipe | None = None
 
-    def use(self, asked: str | StatePolicy | Recipe | None) -> None:
+    def use(self, asked: str | StatePolicy | Recipe | None, path: Path = "auto") -> None:
         """Engines made from now on follow ``asked``; None leaves them to vLLM."""
-        self._recipe = None
+        self._recipe, self.path = None, path
         if asked is None:
             self.asked = None
         elif isinstance(asked, str):
@@ -84,14 +86,14 @@ plugin = Plugin()
 _hooked = False
 
 
-def activate(asked: str | StatePolicy | Recipe | None) -> None:
-    """Take vLLM's hooks, once in a process, and let engines made from now on follow ``asked``.
+def activate(asked: str | StatePolicy | Recipe | None, path: Path = "auto") -> None:
+    """Take vLLM's hooks, once in a process, and let engines made from now on follow ``asked``, on a GPU by ``path``.
 
     Raises QuantizeStateError for a policy that can't be served, or a vLLM that the plugin was not tested with.
     """
     global _hooked
     checks.check_version()
-    plugin.use(asked)
+    plugin.use(asked, path)
     if not _hooked:
         _take_hooks()
         _hooked = True

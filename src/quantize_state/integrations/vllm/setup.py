@@ -26,7 +26,8 @@ def adopt(layer: ReadCopyLayer, spec: LayerSpec) -> None:
     index = len(_family(layer)) - 1  # layers are made in order, and this one is among them already
     policy = plugin.policy_of(layer.prefix, index)
     if policy is not None:
-        layer.read_copy = ReadCopy(layer.prefix, spec, policy, config.scheduler_config.max_num_seqs)
+        rows = config.scheduler_config.max_num_seqs
+        layer.read_copy = ReadCopy(layer.prefix, spec, policy, rows, plugin.path)
     layer.stages = config.parallel_config.pipeline_parallel_size
 
 

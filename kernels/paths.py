@@ -1,0 +1,57 @@
+"""By which path a token is decoded, and the table of batches up to which replay does not pay.
+
+At small batches a step is launches and latency, and one launch of the standard kernel is faster than replay's four.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..quant.policy import StatePolicy
+from ..quant.spec import LayerSpec
+
+Path = Literal["replay", "standard", "auto"]
+"""``replay`` reads the copy and the ring; ``standard`` reads and writes the FP32 checkpoint, so that its outputs carry
+no read error; ``auto`` is what CROSSOVERS says is faster for the batch. A state may go from one to the other at any
+token. What measures accuracy asks for ``replay``, or it measures FP32."""
+
+ANY = None
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Up to how many ``heads``, those of all rows of a batch together, a step by the standard kernel takes no longer
+    than one by replay. Heads, not rows: both move their bytes by the head, and ranks split a layer's. None is any; the
+    first that fits counts."""
+
+    heads: int
+    family: str | None = ANY
+    format: str | None = ANY
+    value_dim: int | None = ANY
+    key_dim: int | None = ANY
+    isa: int | None = ANY
+
+
+CROSSOVERS: tuple[Crossover, ...] = (
+    # Not swept yet: from launches and bytes of the first bench (results/LOG.md).
+    Crossover(1024, "mamba2"),
+    Crossover(256, "gdn"),
+    Crossover(512, "kda"),
+)
+"""Filled by ``python -m quantize_state.evals.speed.sweep --paths speed.json``."""
+
+
+def standard_pays(spec: LayerSpec, policy: StatePolicy, isa: int, batch: int) -> bool:
+    """Whether ``auto`` means the standard kernel. Windows of one token have nothing to replay."""
+    if policy.window == 1:
+        return True
+    format = policy.read or policy.checkpoint
+    for c in CROSSOVERS:
+        asked = (
+            (c.family, spec.family), (c.format, format), (c.value_dim, spec.value_dim), (c.key_dim, spec.key_dim),
+            (c.isa, isa),
+        )  # fmt: skip
+        if all(a in (ANY, b) for a, b in asked):
+            return batch * spec.heads <= c.heads
+    return False
