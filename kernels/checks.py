@@ -19,9 +19,11 @@ from ..quant.state import DecodeState
 from . import launch, sequence
 from .cases import forget_unused, random_state, random_tokens
 from .fold.renew import renew
+from .paths import Path
 from .scan import triton as scan
 from .scan.reference import scan_windows as reference_scan
 from .standard.reference import standard
+from .standard.reference import step as standard_reference
 from .standard.triton import step as standard_step
 from .step import step as reference_step
 
@@ -173,6 +175,41 @@ def check_standard(spec: LayerSpec, device: torch.device | str, seed: int = 0) -
     return [*found, *_copy_checks(state)]
 
 
+def check_paths(spec: LayerSpec, policy: StatePolicy, device: torch.device | str, seed: int = 0) -> list[Check]:
+    """Rings of every kind go to the standard kernel for two tokens and back to replay for three, beside padding."""
+    device = torch.device(device)
+    length = policy.window
+    fills = [0, 1, length // 2, length - 1, length - 1]
+    state = random_state(spec, policy, len(fills), seed=seed, device=device)
+    forget_unused(state, fills)
+    clone, w = state.clone(), sequence.Workspace.allocate(state, len(fills))
+    slots = torch.tensor([3, -1, 0, 2, 1], dtype=torch.int32, device=device)
+    live, held = torch.tensor([0, 2, 3, 4], device=device), torch.tensor([3, 0, 2, 1], device=device)
+    exact = copied = 0.0
+    walk: tuple[Path, ...] = ("standard", "standard", "replay", "replay", "replay")
+    for t, path in enumerate(walk):
+        inputs = random_tokens(spec, len(slots), seed=seed + 7 + t, device=device)
+        expected = (standard_reference if path == "standard" else reference_step)(clone, inputs, slots)
+        out = torch.full_like(expected, float("nan"))
+        sequence.step(state, inputs, slots, path=path, workspace=w, out=out)
+        error = relative(out[live], expected[live])
+        if t < 3:  # the third token flushes
+            exact = max(exact, error)
+        else:
+            copied = max(copied, error)
+    limit = HALF if FORMATS[state.read_source.format].bits == 4 else FP32
+    found = [
+        Check("output of the standard kernel and of the flush behind it", exact, FP32),
+        Check("output of reads after it", copied, limit),
+        Check("state", relative(state.checkpoint.codes[held], clone.checkpoint.codes[held]), FP32),
+        Check("cursors", float((state.cursor != clone.cursor).sum()), 0),
+        Check("positions", float((state.position != clone.position).sum()), 0),
+        Check("rows still counted", float(w.done.abs().sum()), 0),
+        Check("not finite", float(int(w.status)), 0),
+    ]
+    return [*found, *_copy_checks(state.select(held))]
+
+
 FAR = 1 << 30
 """Elements between the slots of a far pool: offsets pass 2**31 at the third slot."""
 ROOM = 2**26
@@ -232,7 +269,7 @@ def check_far(spec: LayerSpec, device: torch.device | str) -> list[Check]:
     return [*found, Check("state bytes after it", sum(_touched(far, near, s) for s in (0, 1, 2)), 0)]
 
 
-def check_graph(spec: LayerSpec, policy: StatePolicy, device: torch.device) -> list[Check]:
+def check_graph(spec: LayerSpec, policy: StatePolicy, device: torch.device, path: Path = "replay") -> list[Check]:
     """Three replays of a captured step leave the bytes that three steps leave."""
     eager = random_state(spec, policy, 4, seed=0, device=device)
     eager.cursor.copy_(torch.tensor([0, policy.window - 2, policy.window - 1, 0], device=device))
@@ -242,13 +279,14 @@ def check_graph(spec: LayerSpec, policy: StatePolicy, device: torch.device) -> l
     shape = (4, 1, spec.heads, spec.value_dim)
     outs = [torch.zeros(shape, device=device) for _ in range(2)]
     spaces = [sequence.Workspace.allocate(state, 4) for state in (eager, captured)]
-    sequence.step(eager.clone(), inputs, slots, workspace=spaces[1], out=outs[1])  # compiled before it is captured
+    # compiled before it is captured
+    sequence.step(eager.clone(), inputs, slots, path=path, workspace=spaces[1], out=outs[1])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sequence.step(captured, inputs, slots, workspace=spaces[1], out=outs[1])
+        sequence.step(captured, inputs, slots, path=path, workspace=spaces[1], out=outs[1])
     for _ in range(3):
-        sequence.step(eager, inputs, slots, workspace=spaces[0], out=outs[0])
+        sequence.step(eager, inputs, slots, path=path, workspace=spaces[0], out=outs[0])
         graph.replay()
     torch.cuda.synchronize()
     return [

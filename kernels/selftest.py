@@ -21,7 +21,9 @@ from . import bandwidth, checks
 from .checks import Check
 from .device import probe
 from .device.targets import INTERPRET
+from .endurance import TOKENS, check_endurance
 from .launch import isa_of
+from .paths import Path
 from .shapes import SHAPES
 
 SMALL: dict[str, LayerSpec] = {
@@ -119,14 +121,24 @@ def _items(device: torch.device, quick: bool) -> Iterator[_Item]:
                 label = policy.name.replace(f"-w{WINDOW}", "")
                 yield _Item("step", f"{name}, {label}", partial(checks.check_replay, spec, policy, device), too_slow)
             yield _Item("step", f"{name}, standard", partial(checks.check_standard, spec, device), too_slow)
+            both = StatePolicy(read="nvfp4", window=WINDOW)
+            yield _Item("step", f"{name}, standard and back", partial(checks.check_paths, spec, both, device), too_slow)
     without = None if gpu else "needs a GPU"
     for family, name in LARGE.items():
         spec = replace(SHAPES[name], heads=4 * SHAPES[name].heads // SHAPES[name].key_heads, key_heads=4)
         for policy in SCANNED[:6] if quick else SCANNED:
             yield _Item("scan", f"{family}, {policy.name}", partial(checks.check_scan, spec, policy, device), without)
     for family, spec in SMALL.items():
-        run = partial(checks.check_graph, spec, StatePolicy(read="nvfp4", window=4), device)
-        yield _Item("graph", f"captured step, {family}", run, without)
+        captured: dict[Path, str] = {"replay": "captured step", "standard": "captured standard step"}
+        for path, title in captured.items():
+            run = partial(checks.check_graph, spec, StatePolicy(read="nvfp4", window=4), device, path)
+            yield _Item("graph", f"{title}, {family}", run, without)
+    if not quick:
+        for family, spec in SMALL.items():
+            for read in (None, "nvfp4"):
+                policy = StatePolicy(read=read)
+                run = partial(check_endurance, spec, policy, device)
+                yield _Item("endurance", f"{TOKENS:,} tokens, {family}, {policy.name}", run, without)
     yield _Item("memory", "slots beyond 2**31 elements", partial(checks.check_far, SMALL["gdn"], device), _room(device))
     yield _Item("memory", "read and copy kernels", partial(_bandwidth, device))
 

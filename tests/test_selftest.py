@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from quantize_state.cli import main
-from quantize_state.kernels import checks, selftest, sequence
+from quantize_state.kernels import checks, endurance, selftest, sequence
 from quantize_state.kernels.device import codec
 from quantize_state.kernels.device.targets import INTERPRET, tl, triton, unavailable
+from quantize_state.kernels.standard.reference import step as standard_step
 from quantize_state.kernels.step import step as reference_step
 from quantize_state.quant.policy import StatePolicy
 
@@ -50,7 +51,10 @@ def test_it_covers_families_formats_and_says_what_it_skips(monkeypatch, capsys):
     out = shown(capsys)
     assert "interpreter" in out and "gpu" in out
     assert "SKIP step mamba2 128 × 64 × 128" in out and "SKIP graph" in out and "needs a GPU" in out
-    assert "2 passed, 0 failed, 8 skipped" in out
+    assert "2 passed, 0 failed, 12 skipped" in out
+    long = [n for n in names if n.startswith("endurance 10,000 tokens")]
+    assert len(long) == 6 and not [i for i in selftest._items(CPU, quick=True) if i.group == "endurance"]
+    assert sum(n.endswith("standard and back") for n in names) == 6
 
 
 def test_the_json_has_versions_and_every_outcome(monkeypatch, capsys):
@@ -80,8 +84,8 @@ def test_a_broken_codec_fails(monkeypatch, capsys):
 def reference_kernels(change=lambda state, out: None):
     """``sequence.step`` by the reference, which is fast, and then spoilt: what is tested here are the checks."""
 
-    def step(state, inputs, slots=None, *, workspace=None, out=None):
-        y = reference_step(state, inputs, slots)
+    def step(state, inputs, slots=None, *, path="replay", workspace=None, out=None):
+        y = (standard_step if path == "standard" else reference_step)(state, inputs, slots)
         if out is not None:
             live = slots >= 0
             out[live] = y[live]
@@ -116,6 +120,41 @@ def test_every_check_of_a_step_can_fail(change, says, monkeypatch):
     monkeypatch.setattr(sequence, "step", reference_kernels(change))
     found = checks.check_replay(selftest.SMALL["mamba2"], StatePolicy(read="nvfp4", window=3), CPU)
     assert says in {c.name for c in found if not c.passed}
+
+
+def test_the_checks_of_both_paths_can_fail(monkeypatch):
+    """A copy that nobody renews, a cursor that hides that, a state that the standard kernel leaves wrong."""
+    policy = StatePolicy(read="nvfp4", window=4)
+
+    def failing(change):
+        monkeypatch.setattr(sequence, "step", reference_kernels(change))
+        return {c.name for c in checks.check_paths(selftest.SMALL["gdn"], policy, CPU) if not c.passed}
+
+    def unrenewed(state, out):
+        state.copy.codes.random_(0, 256, generator=torch.Generator().manual_seed(0))
+
+    assert not failing(lambda state, out: None)
+    assert "copy bytes" in failing(unrenewed)
+    assert failing(lambda state, out: state.cursor.clamp_(min=0)) >= {"cursors", "copy bytes"}
+    assert "state" in failing(lambda state, out: state.checkpoint.codes.mul_(1 + 1e-5))
+    assert "rows still counted" in {c.name for c in checks.check_paths(selftest.SMALL["gdn"], policy, CPU)}
+
+
+@pytest.mark.parametrize("family", selftest.SMALL)
+def test_endurance_finds_a_decay_that_is_off_in_its_last_bits(family, monkeypatch):
+    """The error of the hardware's exponential, 2**-22 and always to the same side, over 320 tokens."""
+    spec, policy = selftest.SMALL[family], StatePolicy(window=8)
+
+    def failing(drift):
+        def step(state, inputs, slots, *, workspace, out):
+            out.copy_(reference_step(state, inputs, slots))
+            state.checkpoint.codes.mul_(torch.where(state.cursor == 0, drift, 1.0).view(-1, 1, 1, 1))
+
+        monkeypatch.setattr(sequence, "step", step)
+        return {c.name for c in endurance.check_endurance(spec, policy, CPU, tokens=320) if not c.passed}
+
+    assert not failing(1.0)
+    assert "state after 320 tokens" in failing(1 + 2.0**-22)
 
 
 def test_what_raises_fails_and_the_rest_goes_on(monkeypatch, capsys):
