@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from quantize_state.cli import main
+from quantize_state.evals.report import markdown_text
 from quantize_state.evals.speed import bench, measure, memory, peers, table, traffic
 from quantize_state.evals.speed.plot import speedup_svg
 from quantize_state.evals.speed.result import Bandwidth, SpeedResult, Time
@@ -211,10 +212,12 @@ def test_a_run_checks_then_times_and_is_written_once(result):
     ]
     assert SpeedResult.read(out / "speed.json") == found
     nvfp4 = found.cases[-1]
-    assert [s.kind for s in nvfp4.steps] == ["non-flush", "flush", "mixed"]
+    assert [s.kind for s in nvfp4.steps] == ["non-flush", "flush", "mixed", "auto"], "four heads are few"
+    assert nvfp4.steps[-1].bytes == found.cases[0].steps[0].bytes == 2 * traffic.standard(TINY["mamba2"]).total
     assert nvfp4.amortised_us == pytest.approx((2 * 10.5 + 10.5) / 3) and nvfp4.serving_us == pytest.approx(10.5)
     assert set(nvfp4.breakdown) == {"plan", "window", "readout", "window of a flush", "fold"}
     assert {c.name for c in nvfp4.checks} >= {"output of reads", "output of flushes", "state of flushes", "copy bytes"}
+    assert "output of reads after it" in {c.name for c in nvfp4.checks}
     assert nvfp4.steps[0].bytes == 2 * traffic.step("non-flush", TINY["mamba2"], StatePolicy("fp32", "nvfp4", 3)).total
     assert found.provenance.engine == "kernels" and found.provenance.window == 3
     assert {b.kind for b in found.bandwidth} == {"read", "copy"}
@@ -265,7 +268,7 @@ def test_a_run_that_was_cut_short_goes_on(monkeypatch, tmp_path):
     clock = Clock()
     found = bench.run(plan, tmp_path, timer=clock, device=CPU, sizes=KILO)
     assert [c.arm for c in found.cases] == ["standard", "decoupled-fp8"]
-    assert len(clock.lists) == 9 + 3, "the standard kernel was not timed again"
+    assert len(clock.lists) == 9 + 4, "the standard kernel was not timed again"
 
 
 @interpreted
@@ -345,7 +348,8 @@ def test_tables_and_plot(result, capsys, tmp_path):
     table.print_result(found)
     shown = capsys.readouterr().out
     assert "tiny-mamba2: mamba2, 2/1 × 16 × 32, window 3" in shown and "each launch alone" in shown
-    assert re.search(r"2 +standard +– +– +10.5 +10.5 \(\d+ %\) +1.00", shown), shown
+    assert re.search(r"2 +standard +– +– +10.5 +10.5 \(\d+ %\) +1.00 .* –\n", shown), shown
+    assert re.search(r"decoupled-nvfp4 .* standard 10.5\n", shown) and "auto takes" not in shown
     assert table.main([str(out / "speed.json"), "--out", str(tmp_path)]) == 0
     page, svg = (tmp_path / "README.md").read_text(), (tmp_path / "speed.svg").read_text()
     assert page.count("\n| ") == (1 + 3) + (1 + 2) and "![" in page
@@ -354,6 +358,22 @@ def test_tables_and_plot(result, capsys, tmp_path):
     assert table.main([str(tmp_path / "nowhere.json"), "--out", str(tmp_path)]) == 2
     only = replace(found, cases=[c for c in found.cases if c.arm != "standard"])
     assert speedup_svg([only]) is None and "speed.svg" not in table.markdown_page([only], None)
+
+
+@interpreted
+def test_what_serving_takes_and_where_that_is_slower(result):
+    """A batch for which the table is right, and one for which it takes replay, too soon."""
+    slow = replace(result[0].cases[0].steps[0], kind="mixed", time=Time(12.0, 12.0, 12.0, 1, 5))
+    standard, _, nvfp4 = result[0].cases
+    large = [
+        replace(c, batch=64, steps=[s for s in c.steps if s.kind == "standard"] or [slow]) for c in (standard, nvfp4)
+    ]
+    found = replace(result[0], cases=[*result[0].cases, *large])
+    (line,) = table.slower_than_standard(found)
+    assert line.startswith("tiny-mamba2, batch 64, decoupled-nvfp4: auto takes 12.0 µs and the standard kernel 10.5")
+    page = table.markdown_page([found])
+    assert "| standard 10.5 |" in page and "| replay |" in page and f"- {markdown_text(line)}" in page
+    assert "auto" not in table.columns(replace(found, cases=large)) and "Auto:" not in table.markdown_page([], None)
 
 
 @interpreted

@@ -13,9 +13,10 @@ import torch
 
 from quantize_state.evals.speed import measure, sweep
 from quantize_state.evals.speed.result import Case, SpeedResult, Step, Time
-from quantize_state.kernels import launch
+from quantize_state.kernels import launch, paths
 from quantize_state.kernels.device.targets import INTERPRET
 from quantize_state.kernels.launch import Entry, Launch, find_launch
+from quantize_state.kernels.paths import Crossover, standard_pays
 from quantize_state.kernels.shapes import SHAPES
 from quantize_state.kernels.timing import Sample
 from quantize_state.quant.policy import StatePolicy
@@ -156,11 +157,35 @@ def speed_result(times):
     return SpeedResult([], cases, None)
 
 
-def test_where_the_standard_kernel_is_as_fast():
+def test_where_the_standard_kernel_is_as_fast(tmp_path, capsys, monkeypatch):
     times = {("standard", b): float(b) for b in (1, 8, 32, 64)}
     times |= {("decoupled-nvfp4", b): us for b, us in ((1, 5.0), (8, 8.0), (32, 20.0), (64, 70.0))}
     times |= {("replay-fp32", b): us for b, us in ((1, 0.5), (8, 9.0))} | {("fla", 1): 9.0}
-    assert sweep.standard_up_to(speed_result(times)) == {("s", "decoupled-nvfp4"): 8, ("s", "replay-fp32"): 0}
+    result = speed_result(times)
+    entries = [
+        Crossover(16, "gdn", "nvfp4", value_dim=16, key_dim=32), Crossover(0, "gdn", "fp32", value_dim=16, key_dim=32)
+    ]  # fmt: skip
+    assert [entry for entry, _ in sweep.crossovers(result)] == entries
+    monkeypatch.setattr(SpeedResult, "read", classmethod(lambda cls, path: result))
+    assert sweep.main(["--paths", str(tmp_path / "speed.json")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [eval(line.split("  #")[0].strip().removesuffix(","), {"Crossover": Crossover}) for line in lines] == entries
+    assert lines[0].endswith("# s: 2 to 128 heads measured")
+
+
+def test_shapes_of_one_kind_share_a_crossover():
+    """Points of all shapes in one row of heads; the table's entry stops before the first at which replay is faster."""
+    cases = [replace(c, shape="wide", heads=64) for c in speed_result({
+        ("standard", 1): 9.0, ("decoupled-nvfp4", 1): 9.5, ("standard", 2): 12.0, ("decoupled-nvfp4", 2): 11.0,
+    }).cases]  # fmt: skip
+    narrow = speed_result({("standard", 1): 3.0, ("decoupled-nvfp4", 1): 8.0}).cases
+    ((entry, comment),) = sweep.crossovers(SpeedResult([], [*cases, *narrow], None))
+    assert entry.heads == 64 and comment == "wide, s: 2 to 128 heads measured"
+    spec = replace(TINY, heads=64, key_heads=64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paths, "CROSSOVERS", (entry,))
+        assert standard_pays(spec, StatePolicy(read="nvfp4"), 90, 1)
+        assert not standard_pays(spec, StatePolicy(read="nvfp4"), 90, 2)
 
 
 @interpreted

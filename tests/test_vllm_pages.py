@@ -25,7 +25,7 @@ from quantize_state.quant.errors import InvalidValueError, NonFiniteStateError, 
 from quantize_state.quant.model_recipe import ModelRecipe
 from quantize_state.quant.policy import StatePolicy, parse_arm
 from quantize_state.quant.recipe import Recipe
-from quantize_state.quant.state import DecodeState
+from quantize_state.quant.state import STALE, DecodeState
 
 KERNEL = 3e-5
 """Relative error of the interpreted kernels' outputs against the reference, as in test_kernels.py for FP8."""
@@ -245,6 +245,7 @@ def test_the_branch_of_a_gpu_gives_the_same(family, arm):
     """The kernels in Triton's interpreter, on pages, with padded rows, strided inputs and vLLM's output buffer."""
     reference, _ = layer(family, arm)
     kernels, _ = layer(family, arm)
+    kernels.path = "replay"
     kernels.use_kernels()
     states, slots, d = start(reference.spec, 2), [5, 0, 2], torch.rand(reference.spec.heads)
     for copy in (reference, kernels):
@@ -261,6 +262,29 @@ def test_the_branch_of_a_gpu_gives_the_same(family, arm):
     whole = folded(reference.state, pair)
     assert (folded(kernels.state, pair) - whole).norm() <= KERNEL * whole.norm()
     assert torch.equal(kernels.state.cursor[pair], reference.state.cursor[pair])
+
+
+@pytest.mark.skipif(not INTERPRET, reason="Triton was imported without TRITON_INTERPRET=1")
+@pytest.mark.parametrize("family", SPECS)
+def test_small_batches_decode_in_fp32_on_the_same_pages(family):
+    """By the standard kernel, which the path is by itself; vLLM's prefill then goes on from the page's state."""
+    copy, _ = layer(family, "decoupled-nvfp4-w4")
+    exact, _ = layer(family, "replay-fp32")
+    copy.use_kernels()
+    states, pair = start(copy.spec, 2), torch.tensor([5, 2])
+    for each in (copy, exact):
+        enter(each, [5, 2], states)
+    copy._state = copy.state._map(unshared, lambda part: part._map(unshared))
+    for t in range(2):
+        inputs = random_inputs(copy.spec, 3, 1, seed=t, dtype=torch.float32)
+        expected, found = (decode(each, inputs, [5, 0, 2]) for each in (exact, copy))
+        assert (found[[0, 2]] - expected[[0, 2]]).norm() <= KERNEL * expected[[0, 2]].norm()
+        assert copy.state.cursor[pair].tolist() == [STALE, STALE]
+    whole = folded(exact.state, pair)
+    assert (copy.state.checkpoint[pair].decode() - whole).norm() <= KERNEL * whole.norm()
+    with copy.prefill(torch.tensor([5]), torch.tensor([True])):
+        pass
+    assert copy.state.cursor[pair].tolist() == [0, STALE]
 
 
 def test_what_the_kernels_lack_is_refused_on_a_gpu():

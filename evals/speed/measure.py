@@ -12,6 +12,8 @@ import torch
 
 from ...kernels import checks, sequence, timing
 from ...kernels.cases import random_state, random_tokens
+from ...kernels.launch import isa_of
+from ...kernels.paths import Path, standard_pays
 from ...kernels.readout.triton import readout
 from ...kernels.standard.triton import step as standard_step
 from ...kernels.standard.triton import unsupported_layer
@@ -111,6 +113,8 @@ def measure_arm(
     for batch in batches:
         with checks.launched_as(batch):
             found = check(spec, policy, bench.device)
+            if policy is not None and standard_pays(spec, policy, isa_of(bench.device), batch):
+                found += checks.check_paths(spec, policy, bench.device)
         if bad := [c for c in found if not c.passed]:
             case(batch, "refused", f"not timed: {bad[0]}", found)
             continue
@@ -164,13 +168,19 @@ class Arm:
 
     def launches(self, kind: Kind) -> tuple[list[Launcher], Launcher]:
         """The launches of a graph, and what restores the cursors before it."""
-        plan, groups, cursor = self._planned("flush" if kind == "standard" else kind)
+        if kind == "standard" or kind == "auto":
+            plan, groups, cursor = self._planned("flush")
+            cursor.fill_(self.pool.emptied)  # as every step but the first finds it
+        else:
+            plan, groups, cursor = self._planned(kind)
+        w = self.workspace
+        path: Path = "auto" if kind == "auto" else "replay"
 
         def step(slots: torch.Tensor) -> None:
             if kind == STANDARD:
-                standard_step(self.pool, self.inputs, slots, out=self.out, status=self.workspace.status)
+                standard_step(self.pool, self.inputs, slots, out=self.out, done=w.done, status=w.status)
             else:
-                sequence.step(self.pool, self.inputs, slots, workspace=self.workspace, out=self.out)
+                sequence.step(self.pool, self.inputs, slots, path=path, workspace=w, out=self.out)
 
         each: list[Launcher] = [partial(step, slots) for slots in groups]
         return each * plan.passes, partial(self.pool.cursor.copy_, cursor)
@@ -186,9 +196,12 @@ class Arm:
         kinds: tuple[Kind, ...] = (STANDARD,) if self.policy is None else KINDS
         if self.policy is not None and self.policy.window == 1:
             kinds = ("flush",)
+        if self.policy is not None and sequence.takes_standard(self.pool, self.batch, "auto"):
+            kinds += ("auto",)
         found = []
         for kind in kinds:
-            moved = traffic.standard(self.spec) if kind == STANDARD else traffic.step(kind, self.spec, self.pool.policy)
+            exact = kind in (STANDARD, "auto")
+            moved = traffic.standard(self.spec) if exact else traffic.step(kind, self.spec, self.pool.policy)
             found.append(make_step(kind, self.time(kind), moved.times(self.batch), self.bench))
         return found
 

@@ -11,7 +11,7 @@ from ..result import Provenance
 
 SCHEMA = "quantize-state/speed/1"
 
-Kind = Literal["non-flush", "flush", "mixed", "standard"]
+Kind = Literal["non-flush", "flush", "mixed", "standard", "auto"]
 Status = Literal["timed", "refused", "skipped"]
 
 
@@ -39,6 +39,9 @@ class Bandwidth:
 @dataclass(frozen=True)
 class Step:
     """One kind of step: its time, the bytes that it has to move (evals/speed/traffic.py), and what they say.
+
+    ``auto``: by the standard kernel on a state with ring and copy, where kernels/paths.py says so; elsewhere auto is
+    ``mixed``.
 
     ``share_of_read`` and ``share_of_copy``: GB/s over the bandwidth measured in the same run at the nearest size.
     ``share_of_floor``: the time in which the memory could do it, reads beyond the writes at the read's speed and
@@ -89,6 +92,12 @@ class Case:
 
     def step(self, kind: str) -> Step | None:
         return next((s for s in self.steps if s.kind == kind), None)
+
+    @property
+    def auto_us(self) -> float | None:
+        """What the step costs that serving takes (kernels/paths.py): the standard kernel's or the mixed one's."""
+        step = self.step("auto")
+        return self.serving_us if step is None else step.time.median
 
     @property
     def serving_us(self) -> float | None:

@@ -5,7 +5,7 @@
 
 A candidate whose correctness check fails, or that does not compile or fit, is named and not timed. Entries go in front
 of those in kernels/launch.py; ``--json FILE`` writes them with every time. ``--paths`` reads a bench instead and
-prints up to which batch the standard kernel is at least as fast as a mixed step.
+prints the entries of kernels/paths.py: up to how many heads the standard kernel is as fast as a mixed step.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from ...kernels import launch as table
 from ...kernels.cases import random_state
 from ...kernels.launch import Entry, Launch, find_launch, isa_of
+from ...kernels.paths import Crossover
 from ...kernels.shapes import find_shape
 from ...kernels.timing import GraphTimer, Timer, l2_bytes, need_gpu
 from ...quant.errors import InvalidValueError, QuantizeStateError
@@ -57,14 +58,15 @@ def candidates(op: str, base: Launch, spec: LayerSpec, programs: int = 132) -> l
     rows = [r for r in (16, 32, 64, 128) if r <= max(16, 1 << (spec.value_dim - 1).bit_length())]
     knobs: dict[str, Sequence[int]] = {"warps": (1, 2, 4, 8)}
     if op in ("standard", "readout"):
-        knobs["rows"] = [8, *rows] if op == "standard" else rows
+        knobs["rows"] = [4, 8, *rows] if op == "standard" else rows
     elif op == "fold":
         knobs |= {"warps": (2, 4, 8), "rows": (16, 32), "columns": (16, 32, 64), "stages": (1, 3)}
         knobs["programs"] = [programs * n for n in (2, 4, 8)]
     settings: list[dict[str, Any]] = [dict(zip(knobs, v, strict=True)) for v in itertools.product(*knobs.values())]
     tried = [replace(base, **chosen) for chosen in settings]
-    if "rows" in knobs:  # 8 to 256 state elements in the registers of a thread
-        tried = [c for c in tried if 8 <= c.rows * spec.key_dim / (32 * c.warps) <= 256]
+    if "rows" in knobs:  # 8 to 256 state elements in the registers of a thread; fewer than 4 are no 16 bytes
+        least = 4 if op == "standard" else 8
+        tried = [c for c in tried if least <= c.rows * spec.key_dim / (32 * c.warps) <= 256]
     return list(dict.fromkeys([base, *tried]))
 
 
@@ -162,30 +164,36 @@ def best_entries(
     return found
 
 
+def _spelt(value: Any, *without: str) -> str:
+    given = {n: v for n, v in asdict(value).items() if v != getattr(type(value), n, None) and n not in without}
+    return ", ".join(f'{n}="{v}"' if isinstance(v, str) else f"{n}={v}" for n, v in given.items())
+
+
 def source(entry: Entry) -> str:
     """An entry as kernels/launch.py spells it."""
-
-    def spelt(value: Any) -> str:
-        given = {n: v for n, v in asdict(value).items() if v != getattr(type(value), n, None) and n != "launch"}
-        return ", ".join(f'{n}="{v}"' if isinstance(v, str) else f"{n}={v}" for n, v in given.items() if n != "op")
-
-    conditions = spelt(entry)
-    return f'Entry(Launch({spelt(entry.launch)}), "{entry.op}"{", " + conditions if conditions else ""}),'
+    conditions = _spelt(entry, "launch", "op")
+    return f'Entry(Launch({_spelt(entry.launch)}), "{entry.op}"{", " + conditions if conditions else ""}),'
 
 
-def standard_up_to(result: SpeedResult) -> dict[tuple[str, str], int]:
-    """By (shape, arm): the largest batch, of those measured from the smallest on without a gap, at which the standard
-    kernel is at least as fast as the arm's mixed step; 0 where replay pays at once."""
+def crossovers(result: SpeedResult) -> list[tuple[Crossover, str]]:
+    """For each kind of layer and read format: the most heads, of those measured from the fewest on without a gap, with
+    which the standard kernel is at least as fast as a mixed step; and a comment that names what was measured."""
     times = {(c.shape, c.arm, c.batch): c.serving_us for c in result.cases if c.serving_us is not None}
-    found = {}
-    for shape, arm in dict.fromkeys((s, a) for s, a, _ in times if a.startswith(("replay", "decoupled"))):
-        last = 0
-        for batch in sorted(b for s, a, b in times if (s, a) == (shape, arm)):
-            standard = times.get((shape, STANDARD, batch))
-            if standard is None or standard > (times[shape, arm, batch] or 0.0):
-                break
-            last = batch
-        found[shape, arm] = last
+    points: dict[tuple[str, str, int, int], list[tuple[int, bool, str]]] = {}
+    for case in result.cases:
+        standard, own = times.get((case.shape, STANDARD, case.batch)), case.serving_us
+        if standard is None or own is None or not case.arm.startswith(("replay", "decoupled")):
+            continue
+        policy = arm_policy(case.arm, case.window)
+        assert policy is not None
+        key = (case.family, policy.read or policy.checkpoint, case.value_dim, case.key_dim)
+        points.setdefault(key, []).append((case.heads * case.batch, standard <= own, case.shape))
+    found = []
+    for key, measured in points.items():
+        paying = itertools.takewhile(lambda p: p[1], sorted(measured, key=lambda p: (p[0], p[1])))
+        heads = max((p[0] for p in paying), default=0)
+        shapes = ", ".join(dict.fromkeys(shape for *_, shape in measured))
+        found.append((Crossover(heads, *key), f"{shapes}: {min(measured)[0]} to {max(measured)[0]} heads measured"))
     return found
 
 
@@ -204,12 +212,12 @@ def main(
     parser.add_argument("--window", type=int, default=16, metavar="L")
     parser.add_argument("--limit", type=int, metavar="N", help="try the first N candidates of each op alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write entries and every time there")
-    parser.add_argument("--paths", type=Path, metavar="SPEED.json", help="where the standard kernel is as fast")
+    parser.add_argument("--paths", type=Path, metavar="SPEED.json", help="a bench: where the standard kernel pays")
     args = parser.parse_args(arguments)
     try:
         if args.paths is not None:
-            for (shape, arm), batch in standard_up_to(SpeedResult.read(args.paths)).items():
-                print(f"{shape}, {arm}: standard up to batch {batch}" if batch else f"{shape}, {arm}: never")
+            for entry, measured in crossovers(SpeedResult.read(args.paths)):
+                print(f"    Crossover({_spelt(entry)}),  # {measured}")
             return 0
         return _sweep_all(args, timer or GraphTimer(), device)
     except QuantizeStateError as error:

@@ -19,6 +19,8 @@ from ..report import markdown_text
 from .result import Case, SpeedResult, Step
 
 COLUMNS = ("non-flush", "flush", "amortised", "mixed", "× standard", "MB", "GB/s", "of read", "of copy")
+SLOWER = 1.02
+"""Times over others from which on a step counts as slower: repeats differ by 1 %."""
 PART_COLUMNS = ("plan", "window", "readout", "window of a flush", "fold")
 
 
@@ -29,7 +31,27 @@ def microseconds(value: float | None) -> str:
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
-def cells(case: Case, standard: Case | None) -> list[str]:
+def columns(result: SpeedResult) -> tuple[str, ...]:
+    """Those of the table; ``auto`` where some batch was small enough for the standard kernel."""
+    return (*COLUMNS, "auto") if any(c.step("auto") for c in result.cases) else COLUMNS
+
+
+def slower_than_standard(result: SpeedResult) -> list[str]:
+    """Where what serving takes is slower than the standard kernel, one line each."""
+    found = []
+    for shape, batch, cases in by_shape_and_batch(result):
+        standard = standard_of(cases)
+        base = None if standard is None else standard.serving_us
+        for case in cases:
+            if base and case.arm.startswith(("replay", "decoupled")) and (case.auto_us or 0.0) > SLOWER * base:
+                found.append(
+                    f"{shape}, batch {batch}, {case.arm}: auto takes {microseconds(case.auto_us)} µs and the standard "
+                    f"kernel {microseconds(base)}; fill kernels/paths.py by the sweep of this bench, with --paths"
+                )
+    return found
+
+
+def cells(case: Case, standard: Case | None, auto: bool = False) -> list[str]:
     """A row of the table; ``MB`` and what follows are of the mixed step, or of the only one there is."""
     base = None if standard is None else standard.serving_us
     gain = "–" if base is None or case.serving_us is None else f"{base / case.serving_us:.2f}"
@@ -40,7 +62,10 @@ def cells(case: Case, standard: Case | None) -> list[str]:
         both = (percent(share) for share in (main.share_of_read, main.share_of_copy))
         moved = [f"{main.bytes / 1e6:,.1f}", f"{main.gb_per_s:,.0f}", *both]
     times = [_timed(case.step("non-flush")), _timed(case.step("flush")), microseconds(case.amortised_us), _timed(mixed)]
-    return [*times, gain, *moved]
+    if not auto or case.arm == "standard" or not case.step("mixed"):
+        return [*times, gain, *moved, *["–"] * auto]
+    step = case.step("auto")
+    return [*times, gain, *moved, "replay" if step is None else f"standard {microseconds(step.time.median)}"]
 
 
 def percent(share: float) -> str:
@@ -92,7 +117,7 @@ def print_result(result: SpeedResult) -> None:
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=120)
+        console = Console(width=140)
     for _, of_shape in groupby(by_shape_and_batch(result), key=lambda g: g[0]):
         groups = list(of_shape)
         first = groups[0][2][0]
@@ -100,15 +125,18 @@ def print_result(result: SpeedResult) -> None:
         table = Table(title=escape(title), title_justify="left", title_style="bold", box=None, pad_edge=False)
         table.add_column("batch", justify="right")
         table.add_column("arm", no_wrap=True)
-        for column in COLUMNS:
+        for column in columns(result):
             table.add_column(column, justify="right", no_wrap=True)
         for _, batch, cases in groups:
             for i, case in enumerate(cases):
-                shown = cells(case, standard_of(cases)) if case.status == "timed" else [case.status]
+                timed = case.status == "timed"
+                shown = cells(case, standard_of(cases), "auto" in columns(result)) if timed else [case.status]
                 table.add_row(str(batch) if i == 0 else "", escape(case.arm), *shown, end_section=case is cases[-1])
         console.print(table, highlight=False)
         _print_parts(console, [c for *_, cases in groups for c in cases if c.breakdown])
         console.print()
+    for line in slower_than_standard(result):
+        console.print(escape(line), style="yellow", highlight=False)
     for case in result.cases:
         if case.status != "timed":
             console.print(escape(f"{case.shape}, batch {case.batch}, {case.arm}: {case.note}"), highlight=False)
@@ -144,6 +172,12 @@ def markdown_page(results: Sequence[SpeedResult], plot: str | None = "speed.svg"
         "move (`evals/speed/traffic.py`). Of read, of copy: GB/s over the bandwidth of a read and of a copy.",
         "",
     ]
+    if any("auto" in columns(result) for result in results):
+        lines += [
+            "Auto: what serving takes: `standard` and its time where the batch is small (`kernels/paths.py`), with the "
+            "outputs of an FP32 state, else replay, which is the mixed step.",
+            "",
+        ]
     for result in results:
         for _, of_shape in groupby(by_shape_and_batch(result), key=lambda g: g[0]):
             groups = list(of_shape)
@@ -151,14 +185,14 @@ def markdown_page(results: Sequence[SpeedResult], plot: str | None = "speed.svg"
             lines += [
                 f"## {markdown_text(first.shape)}: {first.family}, {dimensions(first)}, window {first.window}",
                 "",
-                f"| batch | arm | {' | '.join(COLUMNS)} |",
-                "|---:|---" + "|---:" * len(COLUMNS) + "|",
+                f"| batch | arm | {' | '.join(columns(result))} |",
+                "|---:|---" + "|---:" * len(columns(result)) + "|",
             ]
             for _, batch, cases in groups:
                 for i, case in enumerate(cases):
-                    shown = cells(case, standard_of(cases))
+                    shown = cells(case, standard_of(cases), "auto" in columns(result))
                     if case.status != "timed":
-                        shown = [case.status, *[""] * (len(COLUMNS) - 1)]
+                        shown = [case.status, *[""] * (len(columns(result)) - 1)]
                     head = [str(batch) if i == 0 else "", markdown_text(case.arm)]
                     lines.append(f"| {' | '.join([*head, *shown])} |")
             lines += ["", *_parts_lines([c for *_, cases in groups for c in cases if c.breakdown])]
@@ -167,6 +201,8 @@ def markdown_page(results: Sequence[SpeedResult], plot: str | None = "speed.svg"
             )
             lines += [f"- {markdown_text(note)}" for note in notes]
             lines += [""] * bool(notes)
+        slow = slower_than_standard(result)
+        lines += [f"- {markdown_text(line)}" for line in slow] + [""] * bool(slow)
         p = result.provenance
         lines += [
             markdown_text(bandwidth_line(result)),
