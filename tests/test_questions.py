@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import csv
 import dataclasses
+import inspect
 import json
 import os
+import pydoc
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -141,7 +144,11 @@ def test_the_stand_in_says_what_it_is_and_holds_its_answers():
     for row in full:
         assert "not GPQA" in row["High-level domain"] and "not GPQA" in row["Record ID"]
         assert len({row[column] for column in COLUMNS[1:]}) == 4
+        asked, sentence = row["Question"].rpartition("What does ")[2].removesuffix(" do?"), row["Correct Answer"]
+        assert inspect.getdoc(pydoc.locate(asked)).replace("\n", " ").startswith(sentence[:-1]), "true in itself"
     assert len({row["Question"] for row in full}) == 30
+    far = [len(row["Question"]) for row in full]
+    assert min(far[3::4]) > max(far[2::4]) > max(far[0::4]), "one in four across each distance"
 
 
 @pytest.mark.parametrize("task", [COT, LETTERS, "gpqa_diamond_generative_n_shot", "gpqa_main_n_shot"])
@@ -152,8 +159,14 @@ def test_the_letter_in_the_notes_is_that_of_the_right_option(attached, loaded, t
     assert made.likelihood == ("generative" not in task and "cot" not in task)
     for row, question in zip(given, made.questions, strict=True):
         ending = next(end for end in standin.PROMPT_ENDS if question.prompt.rstrip().endswith(end))
-        assert f"{ending} {question.target} {row['Correct Answer']}</s>" in question.prompt
-        assert f"{question.target} {row['Correct Answer']}\n" in question.prompt.split("Choices:")[1]
+        notes, choices = question.prompt.rsplit("Choices:", 1)
+        assert f"{ending} {question.target} {row['Correct Answer']}\n" in notes
+        assert f"{question.target} {row['Correct Answer']}\n" in choices
+        for wrong in [row[f"Incorrect Answer {i}"] for i in (1, 2, 3)]:
+            (letter,) = re.findall(rf"\((.)\) {re.escape(wrong)}\n", choices)
+            assert f": ({letter}) {wrong}\n" in notes and f"({letter})" != question.target
+        shown = re.findall(r"\(.\)", question.prompt)
+        assert set(shown) == {"(A)", "(B)", "(C)", "(D)"} and len(shown) == 9, "no other brackets mislead"
 
 
 # pairing
@@ -270,10 +283,10 @@ def test_each_response_is_scored_on_its_own(attached, loaded):
     made = h.load_task(COT, lm, rows=short(1), cap=1)
     (question,) = made.questions
     wrong = next(f"({letter})" for letter in "ABCD" if f"({letter})" != question.target)
-    for response, score, answer in ((question.target, 1.0, question.target), (wrong, 0.0, wrong), ("hm", 0.0, None)):
-        scored = made.score(question, [f"so it is {response}"])
-        assert (scored.score, scored.answer) == (score, answer)
-        assert set(scored.metrics) == {"strict-match/exact_match", "flexible-extract/exact_match"}
+    expected = [(question.target, 1.0, question.target), (wrong, 0.0, wrong), ("hm", 0.0, None)]
+    scores = made.score([(question, [f"so it is {response}"]) for response, _, _ in expected])
+    assert [(scored.score, scored.answer) for scored in scores] == [(score, answer) for _, score, answer in expected]
+    assert all(set(scored.metrics) == {"strict-match/exact_match", "flexible-extract/exact_match"} for scored in scores)
 
 
 def test_options_are_read_as_decode_reads_them(loaded, tmp_path):
@@ -429,7 +442,8 @@ def test_two_processes_share_the_questions_and_give_what_one_gives(loaded, tmp_p
     two = QuestionsResult.read(tmp_path / "two")
     full = rows(198)
     source = Source("stand-in", full, True)
-    one = ask(loaded, COT, ["reference"], source, Plan(limit=3, temperature=0.7, cap=4), tmp_path / "one")
+    plan = Plan(limit=3, temperature=0.7, cap=4, until=standin.UNTIL)
+    one = ask(loaded, COT, ["reference"], source, plan, tmp_path / "one")
     assert two.arms[0].repeats == one.arms[0].repeats and two.questions == one.questions
     assert done.stdout.count("result.json") == 1, "the first process alone reports"
     assert two.task.stand_in and "this is not GPQA" in (tmp_path / "two" / "report.html").read_text()

@@ -81,6 +81,7 @@ def ask(
             lm,
             rows=source.rows,
             cap=plan.cap,
+            until=plan.until,
             num_fewshot=plan.num_fewshot,
             chat_template=plan.chat_template,
             system_instruction=plan.system_instruction,
@@ -141,9 +142,9 @@ def _ask_arm(
             responses = lm.respond([(question, lm.seed_of(question, repeat, stream)) for question, repeat in batch])
             answers = [(response.text, [response.text], response.tokens, response.cut_off) for response in responses]
         seconds = (time.perf_counter() - began) / len(batch)
+        scores = harness.score([(question, values) for (question, _), (_, values, _, _) in zip(batch, answers, strict=True)])
         records = []
-        for (question, repeat), (text, values, tokens, cut_off) in zip(batch, answers, strict=True):
-            scored = harness.score(question, values)
+        for (question, repeat), (text, _, tokens, cut_off), scored in zip(batch, answers, scores, strict=True):
             records.append(
                 Answer(
                     arm=name,
@@ -222,6 +223,7 @@ def _about(harness: Harness, source: Source, plan: Plan) -> r.Task:
         top_p=plan.top_p,
         seed=plan.seed,
         stand_in=source.stand_in,
+        until=harness.ends,
     )
 
 

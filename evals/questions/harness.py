@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,33 +70,39 @@ class Harness:
         self.cap = cap
         self.likelihood = task.OUTPUT_TYPE != "generate_until"
         self._nothing = _fallbacks(task, scoring.filter)
+        self.ends: list[str] = [] if self.likelihood else task.config.generation_kwargs["until"]
 
-    def score(self, question: Question, responses: Sequence[Any]) -> Scored:
-        """Score one response (or one log-likelihood per option) with the task's own filters and metrics.
+    def score(self, batch: Sequence[tuple[Question, Sequence[Any]]]) -> list[Scored]:
+        """Score a response (or one log-likelihood per option) of each question with the task's filters and metrics.
 
-        The filters see this response alone: their usual last step, ``take_first``, drops all repeats but one.
+        The filters see each response alone: their usual last step, ``take_first``, drops all repeats but one. They get
+        the whole batch in one call, because GPQA's lists all of Unicode's punctuation each time, for half a second.
         """
-        for request, response in zip(question.requests, responses, strict=True):
-            request.resps = [response]
-            request.filtered_resps = {}
+        requests = [[copy.copy(request) for request in question.requests] for question, _ in batch]
+        for own, (_, responses) in zip(requests, batch, strict=True):
+            for request, response in zip(own, responses, strict=True):
+                request.resps, request.filtered_resps = [response], {}
         for ensemble in self.task._filters:
-            ensemble.apply(question.requests)
+            ensemble.apply([request for own in requests for request in own])
+        return [self._scored(*pair, own) for pair, own in zip(batch, requests, strict=True)]
+
+    def _scored(self, question: Question, responses: Sequence[Any], requests: list[Any]) -> Scored:
         metrics: dict[str, float] = {}
-        for name in question.requests[0].filtered_resps:
-            found = [request.filtered_resps[name] for request in question.requests]
+        for name in requests[0].filtered_resps:
+            found = [request.filtered_resps[name] for request in requests]
             for metric, value in self.task.process_results(question.doc, found).items():
                 if isinstance(value, int | float) or hasattr(value, "item"):
                     metrics[f"{name}/{metric}"] = float(value)
         key = f"{self.scoring.filter}/{self.scoring.metric}"
         if key not in metrics:
             raise QuantizeStateError(f"task {self.name} gave no number for {key}; it gave {', '.join(metrics)}")
-        return Scored(metrics[key], self._answer(question, responses), metrics)
+        return Scored(metrics[key], self._answer(question, responses, requests[0]), metrics)
 
-    def _answer(self, question: Question, responses: Sequence[Any]) -> str | None:
+    def _answer(self, question: Question, responses: Sequence[Any], request: Any) -> str | None:
         if self.likelihood:
             values = [response[0] for response in responses[: len(self.options(question))]]
             return self.options(question)[values.index(max(values))]
-        found = question.requests[0].filtered_resps[self.scoring.filter]
+        found = request.filtered_resps[self.scoring.filter]
         text = found if isinstance(found, str) else " ".join(map(str, found)) if found else ""
         return None if not text.strip() or text in self._nothing else text.strip()
 
@@ -112,6 +119,7 @@ def load_task(
     *,
     rows: Sequence[Mapping[str, str]] | None = None,
     cap: int,
+    until: Sequence[str] = (),
     num_fewshot: int | None = None,
     chat_template: bool = False,
     system_instruction: str | None = None,
@@ -123,6 +131,7 @@ def load_task(
     """The lm-eval task ``name`` and all its questions; with ``rows``, these are its dataset and nothing is loaded.
 
     Prompts are built for the whole dataset, in its order, so that few-shot examples do not depend on a limit.
+    Answers end at the task's own stop texts and those in ``until``.
     """
     task = _build_task(name, rows, include_path)
     shots = num_fewshot if num_fewshot is not None else task.config.num_fewshot or 0
@@ -131,8 +140,10 @@ def load_task(
     if task.OUTPUT_TYPE not in ("generate_until", "multiple_choice", "loglikelihood"):
         raise InvalidValueError(f"task {name} measures {task.OUTPUT_TYPE}; `quantize-state eval` measures perplexity")
     if task.OUTPUT_TYPE == "generate_until":
-        kept = {k: v for k, v in task.config.generation_kwargs.items() if k == "until"}
-        task.set_config("generation_kwargs", kept | {"max_gen_toks": cap, "do_sample": False, "temperature": 0.0})
+        own = task.config.generation_kwargs.get("until", [])
+        ends = list(dict.fromkeys([*([own] if isinstance(own, str) else own or []), *until]))
+        how = {"until": ends, "max_gen_toks": cap, "do_sample": False, "temperature": 0.0}
+        task.set_config("generation_kwargs", how)
     with quiet():
         task.build_all_requests(
             apply_chat_template=chat_template,
