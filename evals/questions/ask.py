@@ -142,7 +142,8 @@ def _ask_arm(
             responses = lm.respond([(question, lm.seed_of(question, repeat, stream)) for question, repeat in batch])
             answers = [(response.text, [response.text], response.tokens, response.cut_off) for response in responses]
         seconds = (time.perf_counter() - began) / len(batch)
-        scores = harness.score([(question, values) for (question, _), (_, values, _, _) in zip(batch, answers, strict=True)])
+        given = [(question, values) for (question, _), (_, values, _, _) in zip(batch, answers, strict=True)]
+        scores = harness.score(given)
         records = []
         for (question, repeat), (text, _, tokens, cut_off), scored in zip(batch, answers, scores, strict=True):
             records.append(

@@ -12,13 +12,17 @@ from ..records import digest
 
 @dataclass(frozen=True)
 class Plan:
-    """How to ask. ``limit`` questions (0: all), of which ``shard`` (i, n) takes every n-th from the i-th on."""
+    """How to ask. ``limit`` questions (0: all), of which ``shard`` (i, n) takes every n-th from the i-th on.
+
+    ``until`` are texts that end an answer, beside the task's own.
+    """
 
     repeats: int = 1
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     cap: int = 16384
+    until: tuple[str, ...] = ()
     limit: int = 0
     shard: tuple[int, int] = (1, 1)
     batch_size: int = 8
@@ -42,6 +46,8 @@ class Plan:
             raise InvalidValueError("limit and top-k must be 0 (no limit) or more")
         if not 0 < self.top_p <= 1:
             raise InvalidValueError(f"top-p is {self.top_p}; it must be above 0 and at most 1")
+        if not all(self.until):
+            raise InvalidValueError("a text in until is empty, which would end every answer at once")
         index, count = self.shard
         if not 1 <= index <= count:
             raise InvalidValueError(f"shard is {index}/{count}; it must be I/N with I from 1 to N")

@@ -32,6 +32,7 @@ Interval = tuple[float, float]
 @dataclass(frozen=True)
 class Task:
     """What was asked and how. ``cap`` is the most tokens that an answer could have, 0 for log-likelihoods.
+    An answer ends at one of the texts in ``until``, at the model's end-of-text token, or there.
 
     ``data_sha256`` is over the questions before any option was moved; empty where lm-eval loaded them itself.
     """
@@ -52,6 +53,7 @@ class Task:
     top_p: float
     seed: int
     stand_in: bool = False
+    until: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,13 @@
 """A stand-in for GPQA, which can't be shipped: questions in its columns that an embedded model can partly answer.
 
-It is NOT GPQA and says nothing about knowledge. Each question is a list of notes, and the letter of the right option
-stands in the notes under the words that the prompt ends with. So it can be answered by copying from the context,
-which is what a recurrent state is for: it shows that the pipeline runs, and lets a damaged state do damage.
+It is NOT GPQA and says nothing about knowledge. Each question asks what a function of Python's standard library does,
+after notes that hold the answer. The letter and text of the right option stand in the notes under the words that the
+prompt ends with, and between the notes and the question lies other text, in three questions of four and of three lengths. So a
+model without knowledge can answer by carrying the notes across that distance, which is what a recurrent state is for,
+and a damaged state does damage. Answers are a line long, that is several windows.
+
+The questions are made from the docstrings and help texts of the Python that runs this, and so are not the same in each
+of its versions; a result holds their hash.
 
     python -m quantize_state.evals.questions.standin FILE.csv [--questions 198] [--seed 0]
 """
@@ -11,6 +16,9 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
+import importlib
+import inspect
 import io
 import random
 import sys
@@ -18,6 +26,7 @@ from pathlib import Path
 
 from ...quant.errors import InvalidValueError, QuantizeStateError
 from ..records import write_atomic
+from ..text import load_text
 from .pairing import question_random
 
 NAME = "stand-in, not GPQA"
@@ -25,41 +34,83 @@ NAME = "stand-in, not GPQA"
 PROMPT_ENDS = ("Answer:", "Let's think step by step:")
 """What the prompts of lm-eval's GPQA tasks end with; the notes under these words hold the right answer."""
 
-_WORDS = "amber birch cedar delta ember fjord grove heron inlet jetty knoll larch mango north oaken pearl quill river"
+UNTIL = ("\n",)
+"""Ends an answer: a model that was never taught to stop ends its line."""
+
+DISTANCES = (0, 50, 150, 450)
+"""Characters of other text between notes and question, for one question in four each."""
+
+_MODULES = """
+ast base64 bisect calendar colorsys copy csv difflib dis filecmp fnmatch functools glob gzip heapq html inspect
+itertools json keyword linecache locale math mimetypes operator os os.path pickle platform pprint random re shutil stat
+statistics string struct tempfile textwrap time tokenize traceback types urllib.parse uuid warnings weakref zlib
+"""
+_LENGTHS = range(25, 71)
+"""Characters of a sentence that is taken: longer than a window, shorter than five."""
 
 
 def stand_in(questions: int = 198, seed: int = 0) -> list[dict[str, str]]:
-    """``questions`` rows in GPQA's columns; the same arguments give the same ones."""
+    """``questions`` rows in GPQA's columns; the same arguments give the same ones on the same Python."""
     if questions < 1:
         raise InvalidValueError(f"questions is {questions}; it must be 1 or more")
     return [_question(random.Random(f"{NAME} {seed} {number}"), number) for number in range(questions)]
 
 
+@functools.cache
+def facts() -> tuple[tuple[str, str], ...]:
+    """Functions of the standard library, each with the sentence that its docstring begins with; all sentences differ.
+
+    Raises QuantizeStateError where Python runs without docstrings.
+    """
+    found: dict[str, str] = {}
+    for module in _MODULES.split():
+        for name, function in sorted(vars(importlib.import_module(module)).items()):
+            if name.startswith("_") or not callable(function) or inspect.isclass(function):
+                continue
+            sentence = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split()).split(". ")[0].rstrip(".")
+            plain = sentence.isascii() and sentence[:1].isupper() and not any(x in sentence for x in ("(", "--", "->"))
+            if plain and len(sentence) in _LENGTHS:
+                found.setdefault(f"{sentence}.", f"{module}.{name}")
+    if len(found) < 4:
+        raise QuantizeStateError("the stand-in questions are made from docstrings, which python -OO leaves out")
+    return tuple(sorted((name, sentence) for sentence, name in found.items()))
+
+
+@functools.cache
+def _other_text() -> str:
+    """Python's help texts, without brackets, which mark options: ``(A)`` must stand in the notes and options alone."""
+    text = load_text("pydoc").text.encode("ascii", "ignore").decode()
+    return text.replace("(", "[").replace(")", "]")
+
+
 def _question(chance: random.Random, number: int) -> dict[str, str]:
-    names = _WORDS.split()
+    right, *wrong = chance.sample(facts(), 4)
+    distance = DISTANCES[number % len(DISTANCES)]
+    start = chance.randrange(len(_other_text()) - distance)
+    between = f"{_other_text()[start : start + distance]}\n\n" if distance else ""
+    order = [sentence for _, sentence in (right, *wrong)]
     while True:
-        right, *wrong = chance.sample(names, 4)
-        keys = chance.sample([f"{a}_{b}" for a in names for b in names if a != b], len(wrong))
-        letter = chance.choice("ABCD")
-        notes = [f"{key}: {word}</s>" for key, word in zip(keys, wrong, strict=True)]
-        notes += [f"{end} ({letter}) {right}</s>" for end in PROMPT_ENDS]
+        chance.shuffle(order)
+        letters = dict(zip(order, "ABCD", strict=True))
+        notes = [f"{key}: ({letters[sentence]}) {sentence}" for key, sentence in wrong]
+        notes += [f"{end} ({letters[right[1]]}) {right[1]}" for end in PROMPT_ENDS]
         chance.shuffle(notes)
         question = {
-            "Question": "Notes\n" + "\n".join(notes) + "\n",
-            "Correct Answer": right,
-            **{f"Incorrect Answer {i}": word for i, word in enumerate(wrong, start=1)},
+            "Question": "Notes\n" + "\n".join(notes) + f"\n\n{between}What does {right[0]} do?",
+            "Correct Answer": right[1],
+            **{f"Incorrect Answer {i}": sentence for i, (_, sentence) in enumerate(wrong, start=1)},
         }
-        # The order of options follows from a hash of the question, letter included: draw until they agree.
-        if _letter(question) == letter:
-            about = {"High-level domain": NAME, "Subdomain": "copying from the context"}
+        # The order of options follows from a hash of the question, letters included: draw until they agree.
+        if _options(question) == order:
+            about = {"High-level domain": NAME, "Subdomain": f"across {distance} characters"}
             return question | about | {"Record ID": f"{NAME} {number}"}
 
 
-def _letter(question: dict[str, str]) -> str:
-    """The letter that the right option will have: lm-eval shuffles three wrong ones and the right one, in order."""
+def _options(question: dict[str, str]) -> list[str]:
+    """The options in the order they will have: lm-eval shuffles three wrong ones and the right one, in order."""
     options = [question[f"Incorrect Answer {i}"] for i in (1, 2, 3)] + [question["Correct Answer"]]
     question_random(question).shuffle(options)
-    return "ABCD"[options.index(question["Correct Answer"])]
+    return options
 
 
 def write_csv(path: Path, rows: list[dict[str, str]]) -> None:

@@ -28,6 +28,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the most tokens per answer (default: 16384; lm-eval's own 256 cuts reasoning off)",
     )
+    parser.add_argument(
+        "--until",
+        action="append",
+        metavar="TEXT",
+        help=r"a text that ends an answer, beside the task's own, such as '\n' or 'Question:'; may be repeated",
+    )
     parser.add_argument("--limit", type=int, default=0, metavar="N", help="ask the first N questions (default: all)")
     parser.add_argument(
         "--shard", default="1/1", metavar="I/N", help="ask every N-th question from the I-th on; merge with `report`"
@@ -60,6 +66,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         top_k=args.top_k,
         top_p=args.top_p,
         cap=args.max_gen_toks,
+        until=tuple(text.replace("\\n", "\n") for text in args.until or ()),
         limit=args.limit,
         shard=(int(index), int(count)),
         batch_size=args.batch_size,

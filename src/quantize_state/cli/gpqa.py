@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from . import _questions
@@ -36,7 +37,7 @@ def add_parser(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..evals.questions.dataset import COLUMNS, HOW_TO_GET_IT, read_questions
     from ..evals.questions.plan import Source
-    from ..evals.questions.standin import NAME, stand_in
+    from ..evals.questions.standin import NAME, UNTIL, stand_in
     from ..quant.errors import InvalidValueError
 
     if args.data is None:
@@ -49,5 +50,7 @@ def run(args: argparse.Namespace) -> int:
     _questions.arms_of(args)
     _questions.need_lm_eval()
     plan = _questions.plan_of(args)
+    if is_stand_in and not plan.until:
+        plan = dataclasses.replace(plan, until=UNTIL)
     source = Source(name, rows, is_stand_in)
     return _questions.ask_and_report(args, [(f"gpqa_{args.subset}_{args.task}", source, None)], plan)
