@@ -2,9 +2,9 @@
 
 It is NOT GPQA and says nothing about knowledge. Each question asks what a function of Python's standard library does,
 after notes that hold the answer. The letter and text of the right option stand in the notes under the words that the
-prompt ends with, and between the notes and the question lies other text, in three questions of four and of three lengths. So a
-model without knowledge can answer by carrying the notes across that distance, which is what a recurrent state is for,
-and a damaged state does damage. Answers are a line long, that is several windows.
+prompt ends with, and in three questions of four other text lies between the notes and the question. So a model without
+knowledge can answer by carrying the notes across that distance, which is what a recurrent state is for, and a damaged
+state does damage. Answers are a line long, that is several windows.
 
 The questions are made from the docstrings and help texts of the Python that runs this, and so are not the same in each
 of its versions; a result holds their hash.
