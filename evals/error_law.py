@@ -22,6 +22,7 @@ from ..kernels.inputs import TokenInputs, concat_tokens
 from ..kernels.step import folded, scan
 from ..kernels.window.reference import FoldTerms, Window, fold_terms, make_window, read_terms
 from ..quant.codec import fake_quantize
+from ..quant.columns import ColumnScales
 from ..quant.errors import InvalidValueError
 from ..quant.policy import StatePolicy
 from ..quant.spec import LayerSpec
@@ -92,15 +93,24 @@ class ErrorLaw:
     """An observer (``handle.observer``) of a reference pass, that predicts what other ways of reading would cost.
 
     ``readers`` are decoupled policies with an FP32 checkpoint, or functions of Reads with the window that they are
-    for, by name. The reference may run in chunks of any length. Tokens of the ``prompt`` count for the state alone.
+    for, by name; ``columns`` are the column scales of balanced ones. The reference may run in chunks of any length.
+    Tokens of the ``prompt`` count for the state alone.
 
     Raises InvalidValueError for a policy whose recurrence is not FP32: its error is fed back, and no sum of reads.
     """
 
-    def __init__(self, readers: Mapping[str, StatePolicy | tuple[int, Reader]], *, prompt: int = 0) -> None:
+    def __init__(
+        self,
+        readers: Mapping[str, StatePolicy | tuple[int, Reader]],
+        *,
+        prompt: int = 0,
+        columns: ColumnScales | None = None,
+    ) -> None:
         self._groups: dict[int, dict[str, Reader]] = {}
         for name, reader in readers.items():
-            window, function = (reader.window, reader_of(reader)) if isinstance(reader, StatePolicy) else reader
+            if isinstance(reader, StatePolicy):
+                reader = reader.window, reader_of(reader, columns)
+            window, function = reader
             self._groups.setdefault(window, {})[name] = function
         self._names = list(readers)
         self._prompt = prompt
@@ -149,16 +159,23 @@ class _Sums:
             self.error[name] += _squares(reads.error(reader))
 
 
-def reader_of(policy: StatePolicy) -> Reader:
-    """What a decoupled policy's outputs read: its copy, made of the FP32 checkpoint."""
+def reader_of(policy: StatePolicy, columns: ColumnScales | None = None) -> Reader:
+    """What a decoupled policy's outputs read: its copy, made of the FP32 checkpoint. ``columns``: if it is balanced."""
     if policy.checkpoint != "fp32":
         raise InvalidValueError(
             f"no error law for {policy.name}: its {policy.checkpoint} recurrence feeds errors back. "
             "It holds for decoupled arms with an FP32 checkpoint"
         )
     read = policy.read or "fp32"
-    how = policy.how(read)
-    return lambda reads: fake_quantize(reads.states, *how, check_finite=False)
+    scales = {} if columns is None else columns.layers
+    policy.how(read, next(iter(scales.values()), None))  # raises here, not at the first window
+
+    def reader(reads: Reads) -> Tensor:
+        own = scales.get(reads.layer)
+        how = policy.how(read, None if own is None else own.to(reads.states.device))
+        return fake_quantize(reads.states, *how, check_finite=False)
+
+    return reader
 
 
 class WindowTrack:
@@ -230,7 +247,7 @@ def predict(
     progress: Progress | None = None,
 ) -> dict[str, dict[str, PredictedError]]:
     """Run the reference of an attached model over ``ids`` [B, prompt + N], and predict the readers' output errors."""
-    law = ErrorLaw(readers, prompt=prompt)
+    law = ErrorLaw(readers, prompt=prompt, columns=handle.columns)
     reference = Rollout(handle, StatePolicy(window=1))
     if prompt:
         reference.prefill(ids[:, :prompt], observer=law)

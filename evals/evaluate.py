@@ -8,17 +8,20 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..adapters import attach
+from ..quant.columns import ColumnScales
 from ..quant.errors import InvalidValueError
 from ..quant.policy import DEFAULT_ARMS, StatePolicy, parse_arm
 from ..quant.recipe import Recipe
 from . import provenance
 from .attention import bounded_attention
+from .calibrate import column_scales, other_text
 from .injected import Injected
 from .measure import ArmPolicy, Measured, measure, policy_of
 from .models import LoadedModel, input_device, load_model, weights_sha256
@@ -51,6 +54,7 @@ def evaluate(
     window: int = 16,
     engine: str = "scan",
     weights: str | None = None,
+    columns: str | os.PathLike[str] | ColumnScales | None = None,
     seed: int = 0,
     device: str = "auto",
     dtype: str = "auto",
@@ -76,6 +80,8 @@ def evaluate(
         engine: ``scan`` (whole windows at once) or ``step`` (token by token, as decode runs).
         weights: ``nvfp4``, ``fp8`` or ``int8``: adds the weights alone, quantised by ModelOpt in a second copy of the
             model, and every arm whose states round on top of them, so that the two effects can be told apart.
+        columns: column scales of balanced arms, or their file. By default, where an arm needs some, they are measured
+            here, on a text that is not the one evaluated, and kept in ``out``.
         device_map: ``auto`` spreads a model that is too large for one device over all of them (accelerate).
         batch: sequences that run as one batch. Rounding depends on it a little, as the order of sums does.
         together: arms that run beside one reference, which then runs once for all of them; each needs memory for its
@@ -98,6 +104,8 @@ def evaluate(
         raise InvalidValueError("--device-map spreads one model over all devices: run it without torchrun")
     if device_map is not None and weights is not None:
         raise InvalidValueError("--weights quantises a copy of the model on one device: leave --device-map out")
+    if isinstance(columns, str | os.PathLike):
+        columns = ColumnScales.read(columns)
     started = provenance.now()
     source = load_text(text) if isinstance(text, str) else text
     loaded = _loaded(model, tokenizer, device, dtype, device_map, trust_remote_code)
@@ -116,10 +124,14 @@ def evaluate(
         "device": input_device(loaded.model).type,
         "version": provenance.version("quantize-state"),
     } | ({} if weights is None else {"quantized weights": weights})
+    if columns is not None:
+        configuration["column scales"] = columns.sha256
     run = None if out is None else RunDirectory(out, configuration)
     with ExitStack() as stack:
         stack.enter_context(bounded_attention(loaded.model))
-        handle = stack.enter_context(attach(loaded.model, "reference", path="replay"))
+        handle = stack.enter_context(attach(loaded.model, "reference", path="replay", columns=columns))
+        if columns is None and any(_lacks_columns(setup.policy) for setup in wanted.values()):
+            handle.columns = team.agree(lambda: _measured_columns(handle, loaded, source, seed, run, progress))
         for setup in wanted.values():  # recipes name layers: all must be there before hours are spent
             handle.use(policy_of(setup.policy))
         if run is not None:
@@ -128,6 +140,8 @@ def evaluate(
                 run.join()
             if finished is not None and set(wanted) <= {arm.name for arm in finished.arms}:
                 return finished
+        if run is not None and team.first and handle.columns is not None and not _kept_columns(run).exists():
+            handle.columns.write(_kept_columns(run))
         prompt = GENERATION_PROMPT - 1 if generate else 0
         work = _Work(handle, ids, prompt, batch, engine, window, seed, run, team, progress)
         if generate:
@@ -135,7 +149,9 @@ def evaluate(
         done = {} if run is None else dict(run.arms)
         todo = [name for name in wanted if name not in done]
         if weights is not None and any(wanted[name].weights for name in todo):
-            work.quantized = stack.enter_context(attach(quantized(loaded.model, weights), "reference", path="replay"))
+            work.quantized = stack.enter_context(
+                attach(quantized(loaded.model, weights), "reference", path="replay", columns=handle.columns)
+            )
         for i in range(0, len(todo), together):
             group = {name: wanted[name] for name in todo[i : i + together]}
             for name, measured in work.measured(group).items():
@@ -143,6 +159,7 @@ def evaluate(
                 done[name] = arm
                 if run is not None:
                     run.save_arm(arm)
+        scales = _scales_used(handle.columns, wanted)
         result = Result(
             model=_describe(loaded, handle),
             text=Text(
@@ -163,9 +180,11 @@ def evaluate(
                 engine=engine,
                 window=window,
                 seeds={"text, sampling, rounding and bootstrap": seed},
-                sha256={"weights": loaded.sha256, "text": source.sha256, "tokens": _sha256(work.ids)},
+                sha256={"weights": loaded.sha256, "text": source.sha256, "tokens": _sha256(work.ids)}
+                | {f"column scales{mark}": s.sha256 for mark, s in scales.items()},
                 started=started,
                 processes=team.size,
+                columns=", and ".join(dict.fromkeys(s.measured_on for s in scales.values())) or None,
             ),
             layer_errors="same-inputs",
         )
@@ -179,6 +198,37 @@ def token_ids(loaded: LoadedModel, source: TextSource, length: int, sequences: i
     return torch.tensor(
         tokenise(loaded.tokenizer, source.text, length, sequences, seed), device=input_device(loaded.model)
     )
+
+
+def _lacks_columns(policy: ArmPolicy) -> bool:
+    """Whether an arm needs column scales and does not bring its own."""
+    if isinstance(policy, Recipe):
+        return policy.balanced and policy.columns is None
+    return isinstance(policy, StatePolicy) and policy.balanced
+
+
+def _kept_columns(run: RunDirectory) -> Path:
+    return run.path / "columns.safetensors"
+
+
+def _measured_columns(
+    handle: Any, loaded: LoadedModel, source: TextSource, seed: int, run: RunDirectory | None, progress: Progress | None
+) -> ColumnScales:
+    """Column scales from a text that is not evaluated, or those that an earlier call on this folder has kept."""
+    if run is not None and _kept_columns(run).exists():
+        return ColumnScales.read(_kept_columns(run))
+    return column_scales(handle, loaded, text=other_text(source), seed=seed, progress=progress)
+
+
+def _scales_used(columns: ColumnScales | None, wanted: Mapping[str, Setup]) -> dict[str, ColumnScales]:
+    """The column scales of a run's arms, by what tells recipes' own from those of all others."""
+    own = {
+        f" of {name}": s.policy.columns
+        for name, s in wanted.items()
+        if isinstance(s.policy, Recipe) and s.policy.balanced and s.policy.columns is not None
+    }
+    shared = columns is not None and any(_lacks_columns(s.policy) for s in wanted.values())
+    return ({"": columns} if shared and columns is not None else {}) | own
 
 
 def _finished(run: RunDirectory) -> Result | None:
@@ -370,7 +420,7 @@ def _record(policy: ArmPolicy, name: str) -> Policy | None:
         return None
     if isinstance(policy, Injected):
         return Policy(checkpoint="fp32", read=None, window=policy.window, recipe=name)
-    recipe = isinstance(policy, Recipe)
+    recipe = isinstance(policy, Recipe) and name != policy.default.name  # else it only brings column scales along
     return Policy(
         **dataclasses.asdict(policy.default if isinstance(policy, Recipe) else policy), recipe=name if recipe else None
     )

@@ -43,6 +43,11 @@ def method(result: Result) -> list[str]:
             f"A layer's error is ‖arm − exact‖ / ‖exact‖ against {against}. The growth exponent is the slope of log "
             "error on log position past the first window: 0 is flat, 0.5 a random walk, 1 linear."
         )
+    if result.provenance.columns is not None:
+        sentences.append(
+            "Balanced arms divide the columns of a read copy by constants of each layer, and multiply what reads it by "
+            f"them; they were measured in one FP32 pass over {result.provenance.columns}."
+        )
     if any(arm.weights for arm in result.arms):
         sentences.append(
             "Weights were quantised by NVIDIA ModelOpt's weight-only preset, folded into a copy of the model; "

@@ -30,6 +30,7 @@ def collect(
     started: str,
     command: str | None = None,
     processes: int = 1,
+    columns: str | None = None,
 ) -> Provenance:
     """Gather versions, commit and times; the caller gives what only it knows. ``started`` is as ``now()`` gives it."""
     commit, dirty = git_state(Path(__file__).resolve().parent)
@@ -50,6 +51,7 @@ def collect(
         started=started,
         finished=now(),
         processes=processes,
+        columns=columns,
     )
 
 

@@ -55,6 +55,7 @@ class Policy:
     stochastic: bool = False
     seed: int = 0
     recipe: str | None = None
+    balanced: bool = False
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,8 @@ class Arm:
 class Provenance:
     """Where a result comes from. ``sha256`` hashes what went in (weights, text), ``versions`` names packages.
 
-    ``processes`` shared the documents; ``device`` is that of the first.
+    ``processes`` shared the documents; ``device`` is that of the first. ``columns`` says what the column scales of
+    balanced arms were measured on, None where no arm has any.
     """
 
     quantize_state: str
@@ -219,6 +221,7 @@ class Provenance:
     started: str
     finished: str
     processes: int = 1
+    columns: str | None = None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..quant.columns import sharing
 from ..quant.policy import StatePolicy
 from ..quant.spec import LayerSpec
 from ..quant.state import DecodeState
@@ -33,6 +34,13 @@ def random_tokens(
     return TokenInputs(q.to(dtype), k.to(dtype), v.to(dtype), beta, g)
 
 
+def random_columns(spec: LayerSpec, *, seed: int) -> Tensor:
+    """Column scales [H, K] that differ as those of trained models, over three or four powers of two."""
+    shared = sharing(spec)
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(spec.heads // shared, spec.key_dim, generator=rng).mul(0.5).exp().repeat_interleave(shared, 0)
+
+
 def random_state(
     spec: LayerSpec, policy: StatePolicy, slots: int, *, seed: int, device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
@@ -41,7 +49,10 @@ def random_state(
     rate = None
     if spec.rules.gain_sets_decay:
         rate = -torch.logspace(-1, 0.8, spec.heads, device=device)  # from heads that remember to heads that forget
-    state = DecodeState.allocate(spec, policy, slots, layer="random", device=device, dtype=dtype, decay_rate=rate)
+    state = DecodeState.allocate(
+        spec, policy, slots, layer="random", device=device, dtype=dtype, decay_rate=rate,
+        columns=random_columns(spec, seed=seed),
+    )  # fmt: skip
     rng = torch.Generator(device).manual_seed(seed)
     chunk = max(1, 2**27 // spec.elements)  # the torch codec's temporaries stay below a few GB
     for start in range(0, slots, chunk):

@@ -119,7 +119,7 @@ def _copy_checks(state: DecodeState) -> Iterator[Check]:
     if state.copy is None:
         return
     copy = state.copy
-    again = encode(state.checkpoint.codes, copy.format, copy.scale_rule, copy.rotation)
+    again = encode(state.checkpoint.codes, *copy.how)
     ours = copy.tensors()
     yield Check("copy bytes", sum(different_bytes(ours[n], t) for n, t in again.tensors().items()), 0)
 

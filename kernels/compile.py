@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..quant.columns import unit_columns
 from ..quant.errors import InvalidValueError, unknown_name
 from ..quant.policy import StatePolicy, parse_arm
 from ..quant.spec import LayerSpec
@@ -83,6 +84,7 @@ def cases(quick: bool, shapes: Sequence[str] = (), arms: Sequence[str] = ()) -> 
         StatePolicy(read="nvfp4", scale_rule="four_over_six"),
         StatePolicy(read="nvfp4", rotation="hadamard16"),
         StatePolicy(read="nvfp4", rotation="hadamard"),
+        StatePolicy(read="nvfp4", scale_rule="four_over_six", rotation="hadamard", balanced=True),
     )
     policies = (*(StatePolicy(read=read) for read in READS), *extra)
     return [(s, p) for s in shapes or SHAPES for p in policies]
@@ -96,7 +98,7 @@ def record(spec: LayerSpec, policy: StatePolicy, target: Target) -> list[Call]:
     if reason := steps and scan.unsupported_layer(spec, policy):
         raise InvalidValueError(f"no kernels for {policy.name}: {reason}")
     rate = -torch.ones(spec.heads) if spec.rules.gain_sets_decay else None
-    state = DecodeState.allocate(spec, policy, 2, dtype=torch.bfloat16, decay_rate=rate)
+    state = DecodeState.allocate(spec, policy, 2, dtype=torch.bfloat16, decay_rate=rate, columns=unit_columns(spec))
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.zeros(2, 64, *shape, dtype=dtype)

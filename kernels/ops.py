@@ -51,6 +51,8 @@ def _named(state: DecodeState) -> dict[str, Tensor]:
     named = {f"checkpoint/{n}": t for n, t in state.checkpoint.tensors().items()}
     if state.copy is not None:
         named |= {f"copy/{n}": t for n, t in state.copy.tensors().items()}
+        if state.copy.columns is not None:
+            named["columns"] = state.copy.columns
     named |= {f"ring/{n}": t for n, t in state.ring.items()}
     named |= {"cursor": state.cursor, "position": state.position}
     if state.decay_rate is not None:
@@ -67,8 +69,8 @@ def _state(pool: list[Tensor], layer: _Layer) -> DecodeState:
         return {n.removeprefix(prefix): t for n, t in named.items() if n.startswith(prefix)}
 
     def encoded(part: str, format: str) -> EncodedState:
-        name, rule, rotation = layer.policy.how(format)
-        return EncodedState.from_tensors(under(f"{part}/"), name, rule, rotation, layer.spec.key_dim)
+        how = layer.policy.how(format, named.get("columns"))
+        return EncodedState.from_tensors(under(f"{part}/"), *how, key_dim=layer.spec.key_dim)
 
     read = layer.policy.read
     return DecodeState(

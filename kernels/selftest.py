@@ -41,6 +41,7 @@ POLICIES: tuple[StatePolicy, ...] = (
     StatePolicy(read="nvfp4", scale_rule="four_over_six"),
     StatePolicy(read="nvfp4", rotation="hadamard16"),
     StatePolicy(read="nvfp4", rotation="hadamard"),
+    StatePolicy(read="nvfp4", scale_rule="four_over_six", rotation="hadamard", balanced=True),
 )
 QUICK = (None, "nvfp4", "fp8_e4m3")
 """Read formats of a quick run, which also leaves out scale rules and rotations."""

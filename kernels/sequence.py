@@ -117,6 +117,12 @@ class Workspace:
             )
 
 
+def columns_of(state: DecodeState, w: Workspace) -> Tensor:
+    """The copy's column scales [H, K]; where it has none, anything, which is then not read."""
+    columns = state.read_source.columns
+    return w.gain if columns is None else columns
+
+
 def step(
     state: DecodeState,
     inputs: TokenInputs,
@@ -260,6 +266,7 @@ def window(
     """Append the tokens to the rings, and their rows to M; Θ, gain and C into the workspace. By other orders than
     the workspace's where ``row`` and ``used`` are given."""
     orders = (slots, w.row if row is None else row, w.used if used is None else used)
+    columns = columns_of(state, w)
     spec, ring = state.spec, state.ring
     isa = isa_of(slots.device)
     launch = find_launch("window", spec.family, spec.value_dim, spec.key_dim, isa, inputs.rows)
@@ -268,7 +275,8 @@ def window(
     common: dict[str, Any] = {
         "K": spec.key_dim, "L": length, "LP": max(16, triton.next_power_of_2(length)), "T": inputs.tokens,
         "GROUP": group, "VP": triton.next_power_of_2(spec.value_dim), "NORM": spec.qk_l2norm, "SCALE": spec.query_scale,
-        "ROTATE": rotation_size(state.read_source), "HALF": w.theta.element_size() == 2, "ISA": isa,
+        "BALANCED": state.read_source.columns is not None, "ROTATE": rotation_size(state.read_source),
+        "HALF": w.theta.element_size() == 2, "ISA": isa,
     }  # fmt: skip
     grid = (inputs.rows, spec.heads if spec.rules.delta_rule else spec.key_heads)
     sizes = (spec.heads, spec.key_heads, spec.value_dim)
@@ -280,7 +288,7 @@ def window(
         mix = mixing_of(state)
         run(
             delta_window, grid, launch,
-            t["q"], t["k"], t["v"], t["beta"], t["g"], *rings, mix, *orders, w.theta, w.gain, w.c, w.start, w.top,
+            t["q"], t["k"], t["v"], t["beta"], t["g"], *rings, mix, *orders, w.theta, w.gain, w.c, w.start, w.top, columns,
             *token_strides, *ring_strides, slot_stride(mix, "mix"), *sizes,
             CHANNEL=spec.rules.decay == "channel", VEC=max(1, spec.key_dim // (32 * launch.warps)), **common,
         )  # fmt: skip
@@ -288,7 +296,7 @@ def window(
         common["VP"] = triton.next_power_of_2(group * spec.value_dim)
         run(
             mamba2_window, grid, launch,
-            t["q"], t["k"], t["v"], t["beta"], state.decay_rate, *rings, *orders, w.theta, w.gain, w.c, w.top,
+            t["q"], t["k"], t["v"], t["beta"], state.decay_rate, *rings, *orders, w.theta, w.gain, w.c, w.top, columns,
             *token_strides, *ring_strides, *sizes, GP=triton.next_power_of_2(group), **common,
         )  # fmt: skip
 

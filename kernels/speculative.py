@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..quant.columns import unit_columns
 from ..quant.errors import InvalidValueError
 from ..quant.policy import StatePolicy
 from ..quant.spec import LayerSpec
@@ -173,7 +174,7 @@ def sequence_bytes(
     both of the latter, whatever the number of drafts.
     """
     rate = torch.zeros(spec.heads) if spec.rules.gain_sets_decay else None
-    held = DecodeState.allocate(spec, policy, 1, dtype=dtype, decay_rate=rate).state_bytes()
+    held = DecodeState.allocate(spec, policy, 1, dtype=dtype, decay_rate=rate, columns=unit_columns(spec)).state_bytes()
     return {
         "snapshots": 4 * spec.elements * (1 + drafts),
         "state": held["checkpoint"] + held["copy"],

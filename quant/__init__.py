@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 _PUBLIC = {
     "EncodedState": "encoded",
+    "ColumnScales": "columns",
     "encode": "codec",
     "fake_quantize": "codec",
     "FileFormatError": "errors",
@@ -44,6 +45,7 @@ __all__ = [*_PUBLIC]
 
 if TYPE_CHECKING:
     from .codec import encode, fake_quantize
+    from .columns import ColumnScales
     from .encoded import EncodedState
     from .errors import (
         FileFormatError,

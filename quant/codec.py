@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .encoded import EncodedState
+from .encoded import EncodedState, unturned
 from .errors import InvalidValueError, NonFiniteStateError
 from .formats import FORMATS, Format, find_format
 from .rotation import rotate
@@ -28,19 +28,21 @@ def encode(
     format: str,
     scale_rule: str = "amax",
     rotation: str | None = None,
+    columns: Tensor | None = None,
     *,
     seeds: Tensor | None = None,
     check_finite: bool = True,
 ) -> EncodedState:
     """Encode ``tensor`` [..., V, K] (any float dtype and strides; rounded to float32 first).
 
-    ``seeds``: int64, broadcastable to the leading axes; with it rounding is stochastic, and a tile depends on its
-    own seed alone. ``check_finite=False`` skips the check for Inf and NaN, which then encode to anything.
+    ``columns``: float32, broadcastable to [..., K]; the tensor's columns are multiplied by 1/columns before they are
+    rotated. ``seeds``: int64, broadcastable to the leading axes; with it rounding is stochastic, and a tile depends on
+    its own seed alone. ``check_finite=False`` skips the check for Inf and NaN, which then encode to anything.
 
     Raises InvalidValueError for unknown names, a scale rule that the format lacks, wrong shapes or dtypes, and
     NonFiniteStateError naming the first leading index with Inf or NaN.
     """
-    job = _Job(tensor, format, scale_rule, rotation, seeds, check_finite)
+    job = _Job(tensor, format, scale_rule, rotation, columns, seeds, check_finite)
     parts: list[tuple[Tensor, Scales]] = []
     if job.grid is None:
         parts.append((job.blocks.flatten(-2).clone(), {}))
@@ -51,7 +53,8 @@ def encode(
     codes, scales = _joined(parts)
     lead = tensor.shape[:-2]
     scales = {name: t.view((*lead, *t.shape[1:])) for name, t in scales.items()}
-    return EncodedState(codes.view((*lead, *codes.shape[1:])), scales, format, scale_rule, rotation, tensor.shape)
+    codes = codes.view((*lead, *codes.shape[1:]))
+    return EncodedState(codes, scales, format, scale_rule, rotation, tensor.shape, columns)
 
 
 def fake_quantize(
@@ -59,13 +62,14 @@ def fake_quantize(
     format: str,
     scale_rule: str = "amax",
     rotation: str | None = None,
+    columns: Tensor | None = None,
     *,
     seeds: Tensor | None = None,
     unrotate: bool = True,
     check_finite: bool = True,
 ) -> Tensor:
     """``encode(…).decode(unrotate=unrotate)`` bit for bit, as a new float32 tensor, several times faster."""
-    job = _Job(tensor, format, scale_rule, rotation, seeds, check_finite)
+    job = _Job(tensor, format, scale_rule, rotation, columns, seeds, check_finite)
     out = torch.empty_like(job.blocks) if job.grid is not None else job.blocks.clone()
     for blocks, a, part_seeds in job.chunks(out):
         _, multiplier = job.round_into(a, blocks, part_seeds, store=False)
@@ -77,14 +81,21 @@ def fake_quantize(
     if job.padded:
         out = out.flatten(-2)[..., : job.columns].contiguous()
     out = out.view(tensor.shape)
-    return rotate(out, rotation) if unrotate else out
+    return unturned(out, rotation, columns) if unrotate else out
 
 
 class _Job:
     """One call's checked arguments, and the tensor as float32 [n, V, blocks, block]."""
 
     def __init__(
-        self, tensor: Tensor, format: str, scale_rule: str, rotation: str | None, seeds: Tensor | None, check: bool
+        self,
+        tensor: Tensor,
+        format: str,
+        scale_rule: str,
+        rotation: str | None,
+        scales: Tensor | None,
+        seeds: Tensor | None,
+        check: bool,
     ) -> None:
         shape = tensor.shape
         if len(shape) < 2 or not shape[-1] or not shape[-2]:
@@ -99,7 +110,11 @@ class _Job:
         self.seeds = None if seeds is None else _flat_seeds(seeds, fmt, self.lead, tensor.device)
         self.columns = columns = shape[-1]
         self.scratch: Tensor | None = None
-        x = rotate(tensor.detach().to(torch.float32), rotation).contiguous()
+        x = tensor.detach().to(torch.float32)
+        if scales is not None:
+            _check_scales(scales, shape)
+            x = x * (1.0 / scales)[..., None, :]
+        x = rotate(x, rotation).contiguous()
         size = fmt.block or columns + columns % fmt.element.packed
         self.padded = -columns % size
         if self.padded:
@@ -172,6 +187,19 @@ class _Job:
         if places := bad.nonzero().tolist():
             more = f" and {len(places) - 1} more" if len(places) > 1 else ""
             raise NonFiniteStateError(f"the state holds Inf or NaN at {_place(places[0])}{more}")
+
+
+def _check_scales(columns: Tensor, shape: torch.Size) -> None:
+    wanted = torch.Size((*shape[:-2], shape[-1]))
+    try:
+        fits = torch.broadcast_shapes(columns.shape, wanted) == wanted
+    except RuntimeError:
+        fits = False
+    if not fits or columns.dtype != torch.float32:
+        raise InvalidValueError(
+            f"column scales are float32 and broadcast to [..., K] = {list(wanted)}, not {columns.dtype} "
+            f"{list(columns.shape)}"
+        )
 
 
 def _place(index: list[int]) -> str:

@@ -13,13 +13,18 @@ from .errors import InvalidValueError
 from .formats import find_format
 from .rotation import rotate
 
+How = tuple[str, str, str | None, Tensor | None]
+"""Format, scale rule, rotation and column scales, in the order that ``encode`` takes them."""
+
 
 @dataclass(frozen=True, eq=False)
 class EncodedState:
     """A state [..., V, K] as it is stored. All tensors share its leading axes (slot, head).
 
     codes: [..., V, stored K], see docs/formats.md; scales by name: ``row`` [..., V], ``block``
-    [..., V, blocks], ``global`` [...]. ``shape``: that of the state itself, before padding.
+    [..., V, blocks], ``global`` [...]. ``shape``: that of the state itself, before padding. ``columns``: column scales
+    c, float32, broadcast to [..., K] (usually [H, K]): the bytes are those of (S / c)·R. They are a constant of the
+    layer and no part of a slot: indexing, writing and counting bytes leave them alone.
     """
 
     codes: Tensor
@@ -28,11 +33,17 @@ class EncodedState:
     scale_rule: str
     rotation: str | None
     shape: torch.Size
+    columns: Tensor | None = None
+
+    @property
+    def how(self) -> How:
+        """What ``encode`` takes to encode another state like this one."""
+        return self.format, self.scale_rule, self.rotation, self.columns
 
     def decode(self, dtype: torch.dtype = torch.float32, unrotate: bool = True) -> Tensor:
         """The state [..., V, K] that the bytes stand for, exact in float32, then cast to ``dtype``.
 
-        ``unrotate=False`` leaves it rotated, for readers that rotate the query instead.
+        ``unrotate=False`` leaves it rotated, and over its column scales, for readers that do both to the query instead.
         """
         fmt = find_format(self.format)
         values = fmt.element.load(self.codes)
@@ -42,12 +53,12 @@ class EncodedState:
             values = values.view(*values.shape[:-1], blocks, values.shape[-1] // blocks).mul_(multiplier).flatten(-2)
         values = values[..., : self.shape[-1]]
         if unrotate:
-            values = rotate(values, self.rotation)
+            values = unturned(values, self.rotation, self.columns)
         return values.contiguous().to(dtype)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, padding included."""
+        """Bytes of all tensors, padding included; without ``columns``, which are there once for all slots."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
     @property
@@ -55,36 +66,48 @@ class EncodedState:
         return self.codes.device
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything stored, by name (``codes``, ``scales.row``, …), for saving; ``from_tensors`` reads it back."""
+        """Everything stored per slot, by name (``codes``, ``scales.row``, …); ``from_tensors`` reads it back."""
         return {"codes": self.codes, **{f"scales.{name}": t for name, t in self.scales.items()}}
 
     @classmethod
     def from_tensors(
-        cls, tensors: dict[str, Tensor], format: str, scale_rule: str, rotation: str | None, key_dim: int
+        cls,
+        tensors: dict[str, Tensor],
+        format: str,
+        scale_rule: str,
+        rotation: str | None,
+        columns: Tensor | None = None,
+        *,
+        key_dim: int,
     ) -> EncodedState:
         """The state whose ``tensors()`` these are. ``key_dim``: K before padding."""
         codes = tensors["codes"]
         scales = {name.removeprefix("scales."): t for name, t in tensors.items() if name.startswith("scales.")}
-        return cls(codes, scales, format, scale_rule, rotation, torch.Size((*codes.shape[:-1], key_dim)))
+        return cls(codes, scales, format, scale_rule, rotation, torch.Size((*codes.shape[:-1], key_dim)), columns)
 
     def __reduce__(self) -> tuple:
         # Pickled as bytes: torch cannot unpickle tensors of 8-bit floats outside torch.save.
         parts = {name: (_as_bytes(t), t.dtype) for name, t in self.tensors().items()}
-        return _unpickle, (parts, self.format, self.scale_rule, self.rotation, self.shape[-1])
+        return _unpickle, (parts, self.how, self.shape[-1])
 
     def __getitem__(self, index: Any) -> EncodedState:
         """Index the leading axes, as a tensor of that shape; views where torch gives views."""
         index = self._leading(index)
         lead = self._probe()[index].shape
         taken = self._map(lambda t: _as_bytes(t)[index].view(t.dtype))
-        return replace(taken, shape=torch.Size((*lead, *self.shape[-2:])))
+        columns = self.columns
+        if columns is not None and _axes(index) == len(self.shape) - 2:  # heads are chosen too
+            columns = columns.expand(*self.shape[:-2], self.shape[-1])[index]
+        return replace(taken, shape=torch.Size((*lead, *self.shape[-2:])), columns=columns)
 
     def write_(self, index: Any, other: EncodedState) -> EncodedState:
-        """``self[index] = other``, in place; ``other`` must have the same format, rotation, V and K."""
+        """``self[index] = other``, in place; ``other`` must have the same format, rotation, V, K and column scales."""
         mine = (self.format, self.rotation, *self.shape[-2:])
         theirs = (other.format, other.rotation, *other.shape[-2:])
         if mine != theirs:
             raise InvalidValueError(f"cannot write (format, rotation, V, K) = {theirs} into {mine}")
+        if not _same(self.columns, other.columns):
+            raise InvalidValueError("cannot write a state with other column scales: its codes are in other units")
         index = self._leading(index)
         lead = self._probe()[index].shape
         if torch.broadcast_shapes(lead, other.shape[:-2]) != lead:
@@ -95,7 +118,8 @@ class EncodedState:
         return self
 
     def to(self, device: torch.device | str) -> EncodedState:
-        return self._map(lambda t: t.to(device))
+        columns = None if self.columns is None else self.columns.to(device)
+        return replace(self._map(lambda t: t.to(device)), columns=columns)
 
     def clone(self) -> EncodedState:
         return self._map(lambda t: t.clone())
@@ -117,13 +141,27 @@ class EncodedState:
         if len(where) > 1:
             raise IndexError("an index can have only one ellipsis")
         rest = [part for part in parts if part is not Ellipsis]
-        used = sum(p.dim() if isinstance(p, Tensor) and p.dtype == torch.bool else p is not None for p in rest)
-        fill = (slice(None),) * (len(self.shape) - 2 - used)
+        fill = (slice(None),) * (len(self.shape) - 2 - _axes(rest))
         return (*parts[: where[0]], *fill, *parts[where[0] + 1 :])
 
 
-def _unpickle(parts: dict[str, tuple[Tensor, torch.dtype]], *rest: Any) -> EncodedState:
-    return EncodedState.from_tensors({name: t.view(dtype) for name, (t, dtype) in parts.items()}, *rest)
+def unturned(values: Tensor, rotation: str | None, columns: Tensor | None) -> Tensor:
+    """From the units of a copy back to those of the state: rotated back, times the column scales."""
+    values = rotate(values, rotation)
+    return values if columns is None else values * columns[..., None, :]
+
+
+def _axes(index: Any) -> int:
+    """How many axes an index without an ellipsis reaches."""
+    return sum(p.dim() if isinstance(p, Tensor) and p.dtype == torch.bool else p is not None for p in index)
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
+def _unpickle(parts: dict[str, tuple[Tensor, torch.dtype]], how: How, key_dim: int) -> EncodedState:
+    return EncodedState.from_tensors({n: t.view(dtype) for n, (t, dtype) in parts.items()}, *how, key_dim=key_dim)
 
 
 def _as_bytes(t: Tensor) -> Tensor:

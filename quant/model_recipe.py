@@ -1,22 +1,24 @@
 """The recipe that travels with a model: ``state_quant_config.json`` in its directory (docs/states-on-disk.md).
 
 Neither config.json nor ModelOpt's hf_quant_config.json has a place for states, so this is a file of its own, and
-those stay as they are. Needs no torch.
+those stay as they are. Column scales, where the recipe has some, lie beside it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .errors import FileFormatError, InvalidValueError
 from .files import replacing
+from .policy import CALIBRATE
 from .recipe import Recipe
 
 FILE_NAME = "state_quant_config.json"
+COLUMNS_NAME = "state_quant_columns.safetensors"
 SCHEMA = "quantize-state/model/1"
 
 
@@ -51,10 +53,18 @@ class ModelRecipe:
         folder = Path(directory)
         if not (folder / "config.json").is_file():
             raise InvalidValueError(f"{folder} is no model directory: it has no config.json")
+        recipe = self.recipe
+        if recipe.balanced and recipe.columns is None:
+            raise InvalidValueError(f"the recipe needs column scales; {CALIBRATE}")
+        if recipe.columns is not None:
+            beside = folder / COLUMNS_NAME
+            if overwrite:
+                beside.unlink(missing_ok=True)
+            recipe = replace(recipe, columns=recipe.columns.write(beside))
         plain = {
             "schema": SCHEMA,
             "producer": {"name": "quantize-state", "version": __version__},
-            "recipe": self.recipe.to_dict(),
+            "recipe": recipe.to_dict(),
             "layers": self.layers,
             "unquantized": list(self.unquantized),
             "unsupported": list(self.unsupported),
@@ -76,7 +86,7 @@ class ModelRecipe:
             raise FileFormatError(f"{path} has schema {found!r}; this version of quantize-state reads {SCHEMA!r}")
         try:
             return cls(
-                Recipe.from_dict(plain["recipe"]),
+                Recipe.from_dict(plain["recipe"], Path(path).parent),
                 {str(name): str(policy) for name, policy in plain["layers"].items()},
                 tuple(plain.get("unquantized", ())),
                 tuple(plain.get("unsupported", ())),

@@ -135,7 +135,13 @@ def how_by_recipe(states: Sequence[SavedState], recipe: Recipe) -> list[How]:
     """How a recipe encodes each state: as its layer's read copy, or as the checkpoint where there is no copy."""
     layers = list(dict.fromkeys(state.layer for state in states))
     policies: dict[str, StatePolicy] = dict(zip(layers, recipe.for_layers(layers), strict=True))
-    return [p.how(p.read or p.checkpoint) for p in (policies[state.layer] for state in states)]
+    for name, policy in policies.items():
+        if policy.balanced:
+            raise InvalidValueError(
+                f"packed files have no column scales, and the recipe's policy of {name} is {policy.name}; leave "
+                "balanced out"
+            )
+    return [p.how(p.read or p.checkpoint)[:3] for p in (policies[state.layer] for state in states)]
 
 
 def pack(
@@ -209,7 +215,9 @@ def unpack(file: PackedFile, out: str | os.PathLike[str], *, progress: Progress 
                 writer.append(entry.tensor, dense)
                 tally.add(dense.numel() * dense.element_size())
                 if name in copies:
-                    for key, tensor in encode(state, *copies[name]).tensors().items():
+                    constant = f"{layer_of(name)}/columns"
+                    columns = source.read(constant) if constant in source.slots else None
+                    for key, tensor in encode(state, *copies[name], columns).tensors().items():
                         writer.append(f"{_copy_of(name)}/{key}", tensor)
     return _summary(entries, kept, slots, source.slots)
 

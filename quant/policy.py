@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .errors import InvalidValueError, unknown_name
 from .formats import FORMATS
 from .rotation import ROTATIONS
 from .scales import SCALE_RULES
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .encoded import How
+
 MAX_WINDOW = 256
+
+CALIBRATE = (
+    "measure them by `quantize-state calibrate MODEL --out FILE.safetensors`, and name the file by --columns, by "
+    "`columns:` in the recipe, or as attach(model, policy, columns=ColumnScales.read(FILE))"
+)
+"""What to do where a balanced policy has no column scales."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +32,8 @@ class StatePolicy:
     ``checkpoint`` is the format of the recurrence, ``read`` that of the read copy; with ``read=None`` outputs
     read the checkpoint itself. Every ``window`` tokens the ring is folded into the checkpoint and the copy
     renewed. ``scale_rule`` and ``rotation`` apply to whatever is quantised; ``stochastic`` rounds the
-    checkpoint stochastically, seeded by ``seed``, layer and position.
+    checkpoint stochastically, seeded by ``seed``, layer and position. ``balanced`` divides the copy's columns by
+    constants of the layer, before the rotation, and multiplies Θ by them (docs/formats.md); a state needs them given.
 
     All arms are points of this one space: an FP32 recurrence is ``window=1``, replay is an FP32 checkpoint
     with ``read=None``, *decoupled* has an FP32 checkpoint and a low-precision copy, *coupled* has a
@@ -36,6 +49,7 @@ class StatePolicy:
     rotation: str | None = None
     stochastic: bool = False
     seed: int = 0
+    balanced: bool = False
 
     def __post_init__(self) -> None:
         for kind, given in (("checkpoint format", self.checkpoint), ("read format", self.read)):
@@ -56,6 +70,15 @@ class StatePolicy:
         if self.rotation is not None and not scaled:
             raise InvalidValueError(
                 f"rotation {self.rotation!r} changes nothing for {self.read or self.checkpoint}, which has no scales"
+            )
+        if self.balanced and (self.read is None or FORMATS[self.read].scaling is None):
+            raise InvalidValueError(
+                "column scales are of a read copy that has scales, and here outputs read "
+                f"{self.read or self.checkpoint}; leave balanced out"
+            )
+        if self.balanced and FORMATS[self.checkpoint].scaling is not None:
+            raise InvalidValueError(
+                f"column scales go with a checkpoint without scales, not with {self.checkpoint}; leave balanced out"
             )
         if self.stochastic and not FORMATS[self.checkpoint].stochastic:
             able = ", ".join(n for n, f in FORMATS.items() if f.stochastic)
@@ -81,14 +104,21 @@ class StatePolicy:
         read = checkpoint if self.read is None else self._copy_bytes
         return ((self.window - 1) * read + 2 * checkpoint + self._copy_bytes) / self.window
 
-    def how(self, format: str) -> tuple[str, str, str | None]:
-        """Format, scale rule and rotation with which a part of the state is encoded.
+    def how(self, format: str, columns: Tensor | None = None) -> How:
+        """Format, scale rule, rotation and column scales with which a part of the state is encoded.
 
-        Formats without scales are not rotated, and a format that lacks the rule keeps to ``amax``.
+        Formats without scales are not rotated, and a format that lacks the rule keeps to ``amax``. ``columns``: the
+        layer's column scales [H, K], which a balanced policy needs and others ignore.
+
+        Raises InvalidValueError where they are needed and not given.
         """
         fmt = FORMATS[format]
         rule = self.scale_rule if self.scale_rule in fmt.scale_rules else "amax"
-        return format, rule, self.rotation if fmt.scaling is not None else None
+        if fmt.scaling is None:
+            return format, rule, None, None
+        if self.balanced and columns is None:
+            raise InvalidValueError(f"policy {self.name} needs column scales of the layer; {CALIBRATE}")
+        return format, rule, self.rotation, columns if self.balanced else None
 
     @property
     def _copy_bytes(self) -> float:
@@ -111,6 +141,8 @@ class StatePolicy:
             parts.append(f"w{self.window}")
         if self.scale_rule != "amax":
             parts.append(self.scale_rule)
+        if self.balanced:
+            parts.append("balanced")
         if self.rotation is not None:
             parts.append(self.rotation)
         if self.stochastic:
@@ -135,7 +167,8 @@ FORMAT_ALIASES = {"fp8": "fp8_e4m3"}
 
 ARM_GRAMMAR = (
     "reference, reference-again, replay-FORMAT, coupled-FORMAT, decoupled-FORMAT, "
-    "decoupled-CHECKPOINT-FORMAT; then any of -wN (window), a scale rule, a rotation, -sr (stochastic rounding)"
+    "decoupled-CHECKPOINT-FORMAT; then any of -wN (window), a scale rule, -balanced (column scales), a rotation, "
+    "-sr (stochastic rounding)"
 )
 
 
@@ -166,10 +199,12 @@ def parse_arm(name: str, *, window: int = 16, seed: int = 0) -> StatePolicy:
             options["scale_rule"] = part
         elif part in ROTATIONS:
             options["rotation"] = part
+        elif part == "balanced":
+            options["balanced"] = True
         elif part == "sr":
             options["stochastic"] = True
         else:
-            known = ["w16", "sr", *SCALE_RULES, *ROTATIONS]
+            known = ["w16", "balanced", "sr", *SCALE_RULES, *ROTATIONS]
             raise unknown_name(f"part of arm {name!r}:", part, known)
     if kind == "decoupled":
         checkpoint = formats[0] if len(formats) == 2 else "fp32"

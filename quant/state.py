@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .codec import EncodedState, encode
+from .columns import check_columns
 from .errors import InvalidValueError, NonFiniteStateError
 from .policy import StatePolicy
 from .rounding import derive_seeds
@@ -59,10 +60,14 @@ class DecodeState:
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         decay_rate: Tensor | None = None,
+        columns: Tensor | None = None,
     ) -> DecodeState:
         """Empty states for ``slots`` sequences; ``dtype`` is that of the ring's keys and values.
 
-        Raises InvalidValueError where Mamba-2 comes without its decay rate, one number per head.
+        ``columns`` [H, K] are the layer's column scales, which a balanced policy needs and others ignore.
+
+        Raises InvalidValueError where Mamba-2 comes without its decay rate, one number per head, or a balanced policy
+        without column scales.
         """
         if slots < 0:
             raise InvalidValueError(f"layer {layer!r}: {slots} slots; a state has 0 or more")
@@ -71,6 +76,9 @@ class DecodeState:
             raise InvalidValueError(
                 f"layer {layer!r}: a {spec.rules.title} state needs decay_rate, A per head [{spec.heads}], not {given}"
             )
+        if policy.balanced and columns is not None:
+            check_columns(columns, spec, layer)
+            columns = columns.to(device=device, dtype=torch.float32)
         heads, window = spec.heads, policy.window
         zeros = torch.zeros(slots, heads, spec.value_dim, spec.key_dim, device=device)
         ring = {
@@ -86,7 +94,7 @@ class DecodeState:
             policy,
             layer,
             checkpoint=encode(zeros, *policy.how(policy.checkpoint)),
-            copy=None if policy.read is None else encode(zeros, *policy.how(policy.read)),
+            copy=None if policy.read is None else encode(zeros, *policy.how(policy.read, columns)),
             ring=ring,
             cursor=torch.zeros(slots, dtype=torch.int32, device=device),
             position=torch.zeros(slots, dtype=torch.int64, device=device),
@@ -148,9 +156,9 @@ class DecodeState:
         seeds = self.rounding_seeds(self.position[index]) if policy.stochastic else None
         checkpoint = encode(state, *policy.how(policy.checkpoint), seeds=seeds, check_finite=False)
         self.checkpoint.write_(index, checkpoint)
-        if self.copy is not None and policy.read is not None:
+        if self.copy is not None:
             source = state if policy.checkpoint == "fp32" else checkpoint.decode()
-            self.copy.write_(index, encode(source, *policy.how(policy.read), check_finite=False))
+            self.copy.write_(index, encode(source, *self.copy.how, check_finite=False))
         self.cursor[index] = 0
 
     def rounding_seeds(self, position: Tensor) -> Tensor:

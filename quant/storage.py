@@ -96,20 +96,28 @@ def _encoded(state: DecodeState) -> dict[str, EncodedState]:
     return {"checkpoint": state.checkpoint} | ({} if state.copy is None else {"copy": state.copy})
 
 
+CONSTANT = ("decay_rate", "columns")
+"""Tensors of a layer, not of its slots."""
+
+
 def _tensors(state: DecodeState) -> dict[str, Tensor]:
     """Everything that a state holds, by name."""
     named = {f"{part}/{key}": t for part, value in _encoded(state).items() for key, t in value.tensors().items()}
     named |= {f"ring/{key}": t for key, t in state.ring.items()}
     named |= {"cursor": state.cursor, "position": state.position}
-    return named | ({} if state.decay_rate is None else {"decay_rate": state.decay_rate})
+    columns = None if state.copy is None else state.copy.columns
+    constants = {"decay_rate": state.decay_rate, "columns": columns}
+    return named | {key: t for key, t in constants.items() if t is not None}
 
 
 def _state(name: str, entry: dict[str, Any], tensors: dict[str, Any]) -> DecodeState:
     def under(prefix: str) -> dict[str, Any]:
         return {key.removeprefix(prefix): t for key, t in tensors.items() if key.startswith(prefix)}
 
+    columns = tensors.get(f"{name}/columns")
     encoded = {
-        part: EncodedState.from_tensors(under(f"{name}/{part}/"), **header) for part, header in entry["encoded"].items()
+        part: EncodedState.from_tensors(under(f"{name}/{part}/"), **header, columns=columns if part == "copy" else None)
+        for part, header in entry["encoded"].items()
     }
     state = DecodeState(
         LayerSpec(**entry["spec"]),
@@ -129,18 +137,18 @@ def _state(name: str, entry: dict[str, Any], tensors: dict[str, Any]) -> DecodeS
 def _check(name: str, state: DecodeState) -> None:
     """Raise FileFormatError where a state is not what its spec and policy describe."""
     empty = DecodeState.allocate(
-        state.spec, state.policy, 1, layer=state.layer, dtype=state.ring["v"].dtype, decay_rate=state.decay_rate
-    )
+        state.spec, state.policy, 1, layer=state.layer, dtype=state.ring["v"].dtype, decay_rate=state.decay_rate,
+        columns=None if state.copy is None else state.copy.columns,
+    )  # fmt: skip
 
     def layout(one: DecodeState) -> dict[str, tuple]:
-        constant = ("decay_rate",)  # not per slot
-        return {key: (t.dtype, *(t.shape if key in constant else t.shape[1:])) for key, t in _tensors(one).items()} | {
+        return {key: (t.dtype, *(t.shape if key in CONSTANT else t.shape[1:])) for key, t in _tensors(one).items()} | {
             part: (e.format, e.scale_rule, e.rotation, *e.shape[1:]) for part, e in _encoded(one).items()
         }
 
     ours, theirs = layout(state), layout(empty)
     wrong = [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]
-    counts = {key: len(t) for key, t in _tensors(state).items() if key != "decay_rate"}
+    counts = {key: len(t) for key, t in _tensors(state).items() if key not in CONSTANT}
     wrong += [key for key, count in counts.items() if count != state.slots]
     if wrong:
         raise FileFormatError(f"layer {name!r} has tensors that don't fit its description: {', '.join(wrong)}")

@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from recurrence import random_inputs
 
+from quantize_state.kernels.cases import random_columns
 from quantize_state.kernels.inputs import TokenInputs
 from quantize_state.kernels.readout.reference import readout as reference_readout
 from quantize_state.kernels.window.reference import ReadTerms
@@ -67,8 +68,9 @@ def make_state(family, *, read="nvfp4", window=8, slots=5, dtype=torch.bfloat16,
     spec, rate = SPECS[family]
     rng = torch.Generator().manual_seed(seed)
     state = DecodeState.allocate(
-        spec, StatePolicy(read=read, window=window, **policy), slots, layer="layers.0", dtype=dtype, decay_rate=rate
-    )
+        spec, StatePolicy(read=read, window=window, **policy), slots, layer="layers.0", dtype=dtype, decay_rate=rate,
+        columns=random_columns(spec, seed=seed),
+    )  # fmt: skip
     state.renew_(torch.randn(slots, spec.heads, spec.value_dim, spec.key_dim, generator=rng))
     state.position += 100
     fills = [i % window for i in range(slots)] if fills is None else fills

@@ -88,7 +88,7 @@ def check_state(state, clone, exact_copy=True):
         assert torch.equal(ring.nan_to_num(7e7), clone.ring[name].nan_to_num(7e7)), name
     assert error(state.checkpoint.codes, clone.checkpoint.codes) < FP32
     if state.copy is not None:
-        again = encode(state.checkpoint.codes, state.copy.format, state.copy.scale_rule, state.copy.rotation)
+        again = encode(state.checkpoint.codes, *state.copy.how)
         for name, t in again.tensors().items():
             ours = state.copy.tensors()[name].contiguous()
             assert torch.equal(t.view(torch.uint8), ours.view(torch.uint8)), name
@@ -128,6 +128,26 @@ def test_scale_rules_and_rotations(family, policy):
     state = make_state(family, window=4, fills=[3, 2], slots=2, **policy)
     expected, out, clone = both_step(state, token(family, 2), [1, 0])
     assert error(out[1], expected[1]) < FP32 and error(out[0], expected[0]) < HALF
+    check_state(state, clone)
+
+
+@pytest.mark.parametrize(
+    "family, policy",
+    [
+        ("mamba2", {"scale_rule": "four_over_six", "rotation": "hadamard"}),
+        ("gdn", {"rotation": "hadamard16"}),
+        ("gdn", {"read": "fp8_e4m3"}),
+        ("kda", {}),
+        ("kda", {"read": "mxfp4", "rotation": "hadamard"}),
+    ],
+    ids=str,
+)
+def test_column_scales(family, policy):
+    """Θ takes the scales that the fold's encoder divides by: outputs as the reference's, codes to the bit."""
+    state = make_state(family, window=4, fills=[3, 2], slots=2, balanced=True, **policy)
+    expected, out, clone = both_step(state, token(family, 2), [1, 0])
+    half = FORMATS[state.copy.format].bits == 4
+    assert error(out[1], expected[1]) < 2 * FP32 and error(out[0], expected[0]) < (HALF if half else 2 * FP32)
     check_state(state, clone)
 
 

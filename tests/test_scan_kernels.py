@@ -11,6 +11,7 @@ import torch
 from recurrence import random_inputs, recurrence
 
 from quantize_state.kernels import step as steps
+from quantize_state.kernels.cases import random_columns
 from quantize_state.kernels.device import codec, fake
 from quantize_state.kernels.device.targets import INTERPRET, tl, triton, unavailable
 from quantize_state.kernels.scan import triton as kernels
@@ -41,14 +42,14 @@ SPECS = {
 
 ARMS = [
     "reference", "replay-fp32-w4", "decoupled-nvfp4-w4", "coupled-nvfp4-w4", "coupled-nvfp4", "coupled-fp8-w4-hadamard",
-    "decoupled-bf16-nvfp4-w4",
+    "decoupled-bf16-nvfp4-w4", "decoupled-nvfp4-w4-four_over_six-balanced-hadamard",
 ]  # fmt: skip
 MORE = [
     *(f"decoupled-{name}-w5" for name in FORMATS if name != "nvfp4"),
     *(f"coupled-{name}-w3-sr" for name in FORMATS if name != "fp32"),
     *(f"coupled-{name}" for name in ("bf16", "mxfp4", "fp8_e4m3")),
     "coupled-int8-sr", "decoupled-nvfp4-w4-four_over_six-hadamard16", "coupled-nvfp4-w4-four_over_six",
-    "decoupled-mxfp4-w4-hadamard", "replay-fp32-w17", "replay-fp16-w4",
+    "decoupled-mxfp4-w4-hadamard", "decoupled-nvfp4-w4-balanced", "decoupled-fp8-w4-balanced-hadamard16", "replay-fp32-w17", "replay-fp16-w4",
 ]  # fmt: skip
 
 
@@ -58,7 +59,15 @@ def error(ours, exact):
 
 def make(family, arm, slots=1, dtype=torch.float32, specs=SPECS):
     spec, rate = specs[family]
-    state = DecodeState.allocate(spec, parse_arm(arm), slots, layer="layers.3", decay_rate=rate, dtype=dtype)
+    state = DecodeState.allocate(
+        spec,
+        parse_arm(arm),
+        slots,
+        layer="layers.3",
+        decay_rate=rate,
+        dtype=dtype,
+        columns=random_columns(spec, seed=2),
+    )
     rng = torch.Generator().manual_seed(1)
     state.position += 7
     state.renew_(torch.randn(slots, spec.heads, spec.value_dim, spec.key_dim, generator=rng))

@@ -138,7 +138,8 @@ def test_a_state_that_is_not_finite_is_named_and_bad_queries_are_not(value):
 @pytest.mark.parametrize(
     "policy",
     [{"read": f} for f in FORMATS]
-    + [{"read": "nvfp4", "scale_rule": "four_over_six"}, {"read": "nvfp4", "rotation": "hadamard"}],
+    + [{"read": "nvfp4", "scale_rule": "four_over_six"}, {"read": "nvfp4", "rotation": "hadamard"}]
+    + [{"read": "nvfp4", "balanced": True}, {"read": "fp8_e4m3", "rotation": "hadamard", "balanced": True}],
     ids=str,
 )
 def test_renewing_gives_the_copy_of_the_checkpoint(policy):
@@ -146,7 +147,7 @@ def test_renewing_gives_the_copy_of_the_checkpoint(policy):
     old = state.clone()
     step(state, token("kda", 3))
     renew(state, torch.tensor([2, -1, 0], dtype=torch.int32))
-    expected = encode(state.checkpoint.codes, state.copy.format, state.copy.scale_rule, state.copy.rotation)
+    expected = encode(state.checkpoint.codes, *state.copy.how)
     for name, t in expected.tensors().items():
         ours = state.copy.tensors()[name]
         for slot, tensor in ((0, t), (2, t), (1, old.copy.tensors()[name])):

@@ -18,6 +18,7 @@ from ...kernels.readout.triton import readout
 from ...kernels.standard.triton import step as standard_step
 from ...kernels.standard.triton import unsupported_layer
 from ...kernels.timing import Launcher, Sample, Schedule, Timer, cut, l2_bytes, schedule, slots_needed
+from ...quant.columns import unit_columns
 from ...quant.errors import InvalidValueError, NonFiniteStateError
 from ...quant.policy import StatePolicy, parse_arm
 from ...quant.spec import LayerSpec
@@ -69,7 +70,7 @@ class Bench:
         free, _ = torch.cuda.mem_get_info(self.device)
         probe = DecodeState.allocate(
             spec, policy, 1, dtype=traffic.ACTIVATIONS,
-            decay_rate=torch.zeros(spec.heads) if spec.rules.gain_sets_decay else None,
+            decay_rate=torch.zeros(spec.heads) if spec.rules.gain_sets_decay else None, columns=unit_columns(spec),
         )  # fmt: skip
         return min(wanted, int(MEMORY_SHARE * free / probe.state_bytes()["total"]))
 

@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import torch
 
+from ...quant.columns import unit_columns
 from ...quant.policy import StatePolicy
 from ...quant.spec import LayerSpec
 from ...quant.state import DecodeState
@@ -53,7 +54,7 @@ class _Sizes:
 def _sizes(spec: LayerSpec, policy: StatePolicy) -> _Sizes:
     """Bytes of one slot: checkpoint, copy, one row of the ring; and of the token's query and outputs."""
     rate = torch.zeros(spec.heads) if spec.rules.gain_sets_decay else None
-    state = DecodeState.allocate(spec, policy, 1, dtype=ACTIVATIONS, decay_rate=rate)
+    state = DecodeState.allocate(spec, policy, 1, dtype=ACTIVATIONS, decay_rate=rate, columns=unit_columns(spec))
     width = ACTIVATIONS.itemsize
     return _Sizes(
         state.checkpoint.nbytes,

@@ -16,7 +16,7 @@ WINDOWS = (4, 8, 32, 64)
 FP16 = 2 / (128 * 128)
 """Bytes per element of one FP16 number per head of 128 × 128, which controls are counted at."""
 
-GROUPS = ("base", "reads", "windows", "coupled", "checkpoints", "controls")
+GROUPS = ("base", "reads", "windows", "coupled", "checkpoints", "controls", "balanced")
 
 
 def reads(windows: tuple[int, ...] = (16,)) -> dict[str, StatePolicy]:
@@ -56,6 +56,13 @@ def arms(group: str, *, full: bool = False) -> dict[str, Any]:
     if group == "checkpoints":
         copies = ("nvfp4", "fp8", "int8-hadamard")
         return _named([*(f"decoupled-{c}-{f}" for c in ("bf16", "fp16") for f in copies), "replay-bf16", "replay-fp16"])
+    if group == "balanced":
+        # Column scales with what rounds after them; evaluate measures the scales, on a text that is not evaluated.
+        rules, turns = ("", "-four_over_six", "-mse"), ("", "-hadamard16", "-hadamard")
+        best = "nvfp4{}-four_over_six-balanced-hadamard"
+        more = ["mxfp4-balanced-hadamard", "fp8-balanced-hadamard", "int8-balanced-hadamard"]
+        suffixes = [f"nvfp4{rule}-balanced{turn}" for rule in rules for turn in turns] + more
+        return _named(f"decoupled-{s}" for s in [*suffixes, *(best.format(f"-w{w}") for w in WINDOWS)])
     assert group == "controls", group
     return _controls()
 

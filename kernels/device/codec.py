@@ -223,6 +223,17 @@ def e2m1_pack(b_x, b_multiplier, BLOCK: tl.constexpr, ISA: tl.constexpr):
 
 
 @triton.jit
+def turned(b_x, p_columns, BALANCED: tl.constexpr, ROTATE: tl.constexpr):
+    """Rows [R, K] of a state in the units of its copy: over the head's column scales p_columns [K], then rotated."""
+    if BALANCED:
+        b_c = tl.load(p_columns + tl.arange(0, b_x.shape[1]))
+        b_x = b_x * tl.div_rn(tl.full(b_c.shape, 1.0, tl.float32), b_c)[None, :]
+    if ROTATE > 1:
+        b_x = hadamard(b_x, ROTATE)
+    return b_x
+
+
+@triton.jit
 def hadamard(b_x, SIZE: tl.constexpr):
     """Rows [R, K] times block-diagonal orthonormal Hadamard matrices of SIZE; sums in quant/rotation.py's order."""
     R: tl.constexpr = b_x.shape[0]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...quant.encoded import EncodedState
 from ...quant.state import DecodeState
-from ..device.codec import bits_float, hadamard, tile_amax
+from ..device.codec import bits_float, tile_amax, turned
 from ..device.targets import tl, triton
 from ..device.tile import store_tile
 from ..device.views import kernel_views, rotation_size, slot_stride
@@ -19,13 +19,13 @@ from ..launch import find_launch, isa_of, run
 @triton.jit
 def renew_kernel(
     p_state,  # FP32 checkpoint [slots, H, V, K]
-    p_codes, p_row, p_block, p_total,  # the read copy
+    p_codes, p_row, p_block, p_total, p_columns,  # the read copy; its column scales [H, K]
     p_slots, p_list, p_count,  # batch rows to renew, in LIST; else all B
     p_top,  # int32 [B, H]: the bits of the largest magnitude of every head, where TOP
     s_state, s_codes, s_row, s_block, s_total,
     B, H, V,
     K: tl.constexpr, R: tl.constexpr,
-    FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, ROTATE: tl.constexpr,
+    FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, BALANCED: tl.constexpr, ROTATE: tl.constexpr,
     LIST: tl.constexpr, TOP: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Persistent programs over (row, head, tile of R rows of V). nvfp4 without TOP goes over the head once more."""
@@ -42,8 +42,7 @@ def renew_kernel(
         m_v = o_v < tl.where(i_slot >= 0, V, 0)
         p_s = p_state + i_slot * s_state + i_h * (V * K)
         b_s = tl.load(p_s + o_v[:, None] * K + o_k, mask=m_v[:, None], other=0.0)
-        if ROTATE > 1:
-            b_s = hadamard(b_s, ROTATE)
+        b_s = turned(b_s, p_columns + i_h * K, BALANCED, ROTATE)
         b_top = 0.0
         if TOP:
             b_top = bits_float(tl.load(p_top + i_b * H + i_h))
@@ -51,9 +50,7 @@ def renew_kernel(
             for i_v in range(0, tl.where(i_slot >= 0, V, 0), R):
                 o_x = i_v + tl.arange(0, R)
                 b_x = tl.load(p_s + o_x[:, None] * K + o_k, mask=(o_x < V)[:, None], other=0.0)
-                if ROTATE > 1:
-                    b_x = hadamard(b_x, ROTATE)
-                b_top = tl.maximum(b_top, tile_amax(b_x))
+                b_top = tl.maximum(b_top, tile_amax(turned(b_x, p_columns + i_h * K, BALANCED, ROTATE)))
         store_tile(
             b_s, b_top, p_codes + i_slot * s_codes, p_row + i_slot * s_row, p_block + i_slot * s_block,
             p_total + i_slot * s_total + i_h, i_h * V + o_v, m_v, FORMAT, FOUR_OVER_SIX, ISA,
@@ -72,7 +69,7 @@ def renew(
     if copy is None:
         return
     spec, views, batch = state.spec, kernel_views(copy), slots.shape[0]
-    isa, rotation = isa_of(slots.device), rotation_size(copy)
+    isa = isa_of(slots.device)
     launch = find_launch("renew", copy.format, spec.value_dim, spec.key_dim, isa, batch)
     listed, count = (slots, slots) if rows is None else rows
     size = min(launch.rows, max(16, triton.next_power_of_2(spec.value_dim)))
@@ -80,16 +77,19 @@ def renew(
     run(
         renew_kernel, (min(launch.programs, items),), launch,
         state.checkpoint.codes, views.codes, views.row, views.block, views.total,
+        state.checkpoint.codes if copy.columns is None else copy.columns,
         slots, listed, count, slots if top is None else top,
         slot_stride(state.checkpoint.codes, "checkpoint"),
         views.codes_stride, views.row_stride, views.block_stride, views.total_stride,
         batch, spec.heads, spec.value_dim,
         K=spec.key_dim, R=size, FORMAT=copy.format, FOUR_OVER_SIX=copy.scale_rule == "four_over_six",
-        ROTATE=rotation, LIST=rows is not None, TOP=needs_top(copy) and top is not None, ISA=isa,
+        BALANCED=copy.columns is not None, ROTATE=rotation_size(copy),
+        LIST=rows is not None, TOP=needs_top(copy) and top is not None, ISA=isa,
         enable_fp_fusion=False,  # quant/scales.py rounds squares before it adds them
     )  # fmt: skip
 
 
 def needs_top(copy: EncodedState | None) -> bool:
-    """Whether a fold can spare the renewal a reading of the head: nvfp4's scale is that of the largest magnitude."""
-    return copy is not None and copy.format == "nvfp4" and rotation_size(copy) <= 1
+    """Whether a fold can spare the renewal a reading of the head: nvfp4's scale is that of the largest magnitude,
+    where what is encoded is the state as it is."""
+    return copy is not None and copy.format == "nvfp4" and copy.columns is None and rotation_size(copy) <= 1

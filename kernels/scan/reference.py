@@ -90,10 +90,9 @@ def _read_windows(state: DecodeState, window: Window, starts: Tensor, read: Tens
 
     ``starts`` [windows, B, H, V, K] are the checkpoints, ``read`` the copy of the first where it is given.
     """
-    policy = state.policy
     terms = read_terms(window)
-    if policy.read is not None:
-        starts = fake_quantize(starts, *policy.how(policy.read), check_finite=False)
+    if state.copy is not None:
+        starts = fake_quantize(starts, *state.copy.how, check_finite=False)
         if read is not None:
             starts[0] = read
     return readout(starts, terms, window.v)

@@ -21,7 +21,7 @@ from ...quant.policy import StatePolicy
 from ...quant.rounding import stream_keys
 from ...quant.spec import LayerSpec
 from ...quant.state import DecodeState
-from ..device.codec import hadamard, tile_amax
+from ..device.codec import hadamard, tile_amax, turned
 from ..device.dot import dot_fp32
 from ..device.fake import fake_quantize, uniform
 from ..device.targets import tl, triton, unavailable
@@ -135,14 +135,16 @@ def carry_kernel(
 def read_kernel(
     p_starts,  # [W, B, H, V, K] float32
     p_theta, p_c,  # [W, B, H, L, K], [W, B, H, L, L] float32
+    p_columns,  # column scales of the copy [H, K]
     p_v, p_y,  # [B, T, H, V]
     s_vb, s_vt, s_yb, s_yt,
     T, L, H, V, BH,
     K: tl.constexpr, LP: tl.constexpr, R: tl.constexpr,
-    FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, ROTATE: tl.constexpr, ENCODED: tl.constexpr, ISA: tl.constexpr,
+    FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, BALANCED: tl.constexpr, ROTATE: tl.constexpr,
+    ENCODED: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Grid (B · H, W): y = Q(S₀)·Θ + Vᵀ·C of all tokens but the last of each window. ENCODED: starts are Q(S₀)
-    already, and rotated."""
+    already, in the copy's units."""
     i_bh = tl.program_id(0)
     i_w = tl.program_id(1)
     i_b = (i_bh // H).to(tl.int64)
@@ -156,16 +158,17 @@ def read_kernel(
     p_starts += i * (V * K)
     p_v += i_b * s_vb + i_start * s_vt + i_h * V
     p_y += i_b * s_yb + i_start * s_yt + i_h * V
+    p_columns += i_h * K
     b_top = 0.0
     if FORMAT == "nvfp4" and not ENCODED:
         for i_v in range(0, V, R):
             o_v = i_v + tl.arange(0, R)
             b_s = tl.load(p_starts + o_v[:, None] * K + o_k[None, :], mask=(o_v < V)[:, None], other=0.0)
-            if ROTATE > 1:
-                b_s = hadamard(b_s, ROTATE)
-            b_top = tl.maximum(b_top, tile_amax(b_s))
+            b_top = tl.maximum(b_top, tile_amax(turned(b_s, p_columns, BALANCED, ROTATE)))
     m_lk = (o_l < L)[:, None]
     b_theta = tl.load(p_theta + i * (L * K) + o_l[:, None] * K + o_k[None, :], mask=m_lk, other=0.0)
+    if BALANCED:
+        b_theta *= tl.load(p_columns + o_k)[None, :]
     if ROTATE > 1:
         b_theta = hadamard(b_theta, ROTATE)
     m_c = (o_l < L)[:, None] & (o_l < L)[None, :]
@@ -175,8 +178,7 @@ def read_kernel(
         m_v = o_v < V
         b_s = tl.load(p_starts + o_v[:, None] * K + o_k[None, :], mask=m_v[:, None], other=0.0)
         if not ENCODED:
-            if ROTATE > 1:
-                b_s = hadamard(b_s, ROTATE)
+            b_s = turned(b_s, p_columns, BALANCED, ROTATE)
             b_s = fake_quantize(b_s, b_top, 0.0, FORMAT, FOUR_OVER_SIX, False)
         b_v = tl.load(p_v + o_l[:, None] * s_vt + o_v[None, :], mask=m_l[:, None] & m_v[None, :], other=0.0)
         b_y = dot_fp32(b_theta, tl.trans(b_s), ISA) + dot_fp32(b_c, b_v.to(tl.float32), ISA)
@@ -294,7 +296,7 @@ def _piece(
             BK=min(launch.columns, key_dim), ISA=isa, **sizes, **prepare,
         )  # fmt: skip
 
-    format, rule, _ = policy.how(policy.checkpoint)
+    format, rule, *_ = policy.how(policy.checkpoint)
     launch = find_launch("scan_token_carry" if length == 1 else "scan_carry", format, value_dim, key_dim, isa, lanes)
     whole = padded_rows(value_dim)
     tile = whole if format == "nvfp4" else min(launch.rows, whole)
@@ -324,20 +326,24 @@ def _piece(
 def _read(
     state: DecodeState, inputs: TokenInputs, length: int, starts: Tensor, terms: Terms, y: Tensor, encoded: bool = False
 ) -> None:
-    """Outputs of the windows of ``inputs`` from ``starts`` [W, B, H, V, K], or ``encoded`` ones (rotated, decoded)."""
+    """Outputs of the windows of ``inputs`` from ``starts`` [W, B, H, V, K], or ``encoded`` ones (decoded, in the copy's
+    units)."""
     spec, source = state.spec, state.read_source
     lanes, v = inputs.rows * spec.heads, inputs.v
     isa = isa_of(y.device)
     format = "fp32" if state.copy is None else source.format
+    columns = None if state.copy is None else state.copy.columns
     size = "long" if length > 16 else "fp32" if encoded else format
     launch = find_launch("scan_read", size, spec.value_dim, spec.key_dim, isa, lanes)
     run(
         read_kernel, (lanes, -(-inputs.tokens // length)), launch,
-        starts, terms.theta, terms.c, v, y, v.stride(0), v.stride(1), y.stride(0), y.stride(1),
+        starts, terms.theta, terms.c, terms.c if columns is None else columns,
+        v, y, v.stride(0), v.stride(1), y.stride(0), y.stride(1),
         inputs.tokens, length, spec.heads, spec.value_dim, lanes,
         K=spec.key_dim, LP=max(16, triton.next_power_of_2(length)), R=min(launch.rows, padded_rows(spec.value_dim)),
         FORMAT=format, FOUR_OVER_SIX=source.scale_rule == "four_over_six",
-        ROTATE=rotation_size(state.copy), ENCODED=encoded, ISA=isa, enable_fp_fusion=False,
+        BALANCED=columns is not None, ROTATE=rotation_size(state.copy), ENCODED=encoded, ISA=isa,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 

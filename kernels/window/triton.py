@@ -146,9 +146,15 @@ def _copy(p_from, p_to, m, N, NP: tl.constexpr):
 
 
 @triton.jit
-def _store_theta(b_theta, p_theta, K: tl.constexpr, ROTATE: tl.constexpr, HALF: tl.constexpr, ISA: tl.constexpr):
-    """Store Θ [K], rotated as the copy is, and return what it must be multiplied by again."""
+def _store_theta(
+    b_theta, p_theta, p_columns,
+    K: tl.constexpr, BALANCED: tl.constexpr, ROTATE: tl.constexpr, HALF: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """Store Θ [K], times the copy's column scales and rotated as it is, and return what it must be multiplied by
+    again."""
     o_k = tl.arange(0, K)
+    if BALANCED:
+        b_theta *= tl.load(p_columns + o_k)
     if ROTATE > 1:
         b_theta = tl.reshape(hadamard(tl.reshape(b_theta, [1, K]), ROTATE), [K])
     b_factor = tl.sum(tl.full([1], 1.0, tl.float32), axis=0)
@@ -170,12 +176,14 @@ def mamba2_window(
     p_q, p_k, p_v, p_beta, p_rate,  # tokens: [B, T, Hk, K] twice, [B, T, H, V], [B, T, H]; A [H]
     p_ring_k, p_ring_v, p_ring_beta,
     p_slots, p_row, p_used, p_theta, p_gain, p_c, p_top,
+    p_columns,  # column scales of the copy [H, K], the same for all heads of a group
     s_q, s_k, s_v, s_beta,  # batch strides of the tokens
     s_ring_k, s_ring_v, s_ring_beta,  # slot strides of the ring
     H, Hk, V,
     K: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, T: tl.constexpr,
     GROUP: tl.constexpr, GP: tl.constexpr, VP: tl.constexpr,
-    NORM: tl.constexpr, SCALE: tl.constexpr, ROTATE: tl.constexpr, HALF: tl.constexpr, ISA: tl.constexpr,
+    NORM: tl.constexpr, SCALE: tl.constexpr, BALANCED: tl.constexpr, ROTATE: tl.constexpr, HALF: tl.constexpr,
+    ISA: tl.constexpr,
 ):  # fmt: skip
     """Grid (B, Hk): the GROUP heads of one B and C. Θ [B, T, Hk, K] is q, gain [B, T, H] is e^G, and C is stored; of
     rows that flush, in C's place, what W's keys are multiplied by: e^(G_h − G_j)·β_j, and zeros in top [B, H]."""
@@ -225,7 +233,8 @@ def mamba2_window(
         if i_used > 0:
             b_q = prepared_query(p_q + i_b * s_q + i_t * (Hk * K) + i_k * K, o_k, NORM, SCALE)
             b_w *= tl.sum(b_k * b_q[None, :], axis=1)[:, None]
-            b_gain *= _store_theta(b_q, p_theta + (i_bt * Hk + i_k) * K, K, ROTATE, HALF, ISA)
+            p_to = p_theta + (i_bt * Hk + i_k) * K
+            b_gain *= _store_theta(b_q, p_to, p_columns + i_h * K, K, BALANCED, ROTATE, HALF, ISA)
         o_head = i_bt * H + i_h + o_g
         m_t = o_g < tl.where((i_t < i_n) & (i_last >= 0), GROUP, 0)
         tl.store(p_c + o_head[None, :] * L + o_l[:, None], b_w, mask=(o_l < L)[:, None] & m_t[None, :])
@@ -291,12 +300,13 @@ def delta_window(
     p_q, p_k, p_v, p_beta, p_g,  # tokens: [B, T, Hk, K] twice, [B, T, H, V], [B, T, H], [B, T, H] or [B, T, H, K]
     p_ring_k, p_ring_v, p_ring_beta, p_ring_g, p_mix,  # mix [slots, H, L, L]: the rows of M
     p_slots, p_row, p_used, p_theta, p_gain, p_c, p_start, p_top,
+    p_columns,  # column scales of the copy [H, K]
     s_q, s_k, s_v, s_beta, s_g,
     s_ring_k, s_ring_v, s_ring_beta, s_ring_g, s_mix,
     H, Hk, V,
     K: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, T: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr,
-    CHANNEL: tl.constexpr, VEC: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr, ROTATE: tl.constexpr,
-    HALF: tl.constexpr, ISA: tl.constexpr,
+    CHANNEL: tl.constexpr, VEC: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr, BALANCED: tl.constexpr,
+    ROTATE: tl.constexpr, HALF: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Grid (B, H). Θ [B, T, H, K] with its factor in gain [B, T, H], and C; of rows that flush, in C's place, what W's
     keys are multiplied by (their norms, and e^(G_h − G_j) where a head has one log-decay), in start the same of X's
@@ -392,7 +402,8 @@ def delta_window(
             else:
                 b_from = exp(tl.cumsum(b_gs, axis=0))  # of the query's row, whose log-decay is zero, e^G_t
                 b_theta = weighted_rows(b_kq, b_from * tl.where(m_q, b_scale, -b_cx), ISA)
-            b_factor = _store_theta(b_theta, p_theta + i_head * K, K, ROTATE, HALF, ISA)
+            p_to = p_theta + i_head * K
+            b_factor = _store_theta(b_theta, p_to, p_columns + i_h * K, K, BALANCED, ROTATE, HALF, ISA)
             tl.store(p_gain + i_head, b_factor, mask=m_t)
         elif CHANNEL:
             tl.store(p_top + i_b * H + i_h, 0)

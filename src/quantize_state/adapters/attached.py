@@ -10,8 +10,9 @@ from typing import Any, get_args
 from torch import nn
 
 from ..kernels.paths import Path
-from ..quant.errors import QuantizeStateError, unknown_name
-from ..quant.policy import StatePolicy
+from ..quant.columns import ColumnScales
+from ..quant.errors import InvalidValueError, QuantizeStateError, unknown_name
+from ..quant.policy import CALIBRATE, StatePolicy
 from ..quant.recipe import Recipe
 from ..quant.state import DecodeState
 from . import assisted
@@ -26,12 +27,20 @@ Policy = StatePolicy | Recipe | Mapping[str, Any] | str | None
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def attach(model: nn.Module, policy: Policy, *, teacher_forced: bool = False, path: Path = "auto") -> Attached:
+def attach(
+    model: nn.Module,
+    policy: Policy,
+    *,
+    teacher_forced: bool = False,
+    path: Path = "auto",
+    columns: ColumnScales | None = None,
+) -> Attached:
     """Keep the recurrent states of ``model`` as ``policy`` says, until the returned handle's context is left.
 
     ``policy`` is one StatePolicy or arm name for all layers, a Recipe (also as the mapping that a YAML recipe
     holds), or ``"auto"``: the recipe that the model brings along (``resolve_recipe``). It is consulted when a state is
-    created; afterwards the state carries it. None leaves new states to transformers' own functions.
+    created; afterwards the state carries it. None leaves new states to transformers' own functions. ``columns`` are
+    the column scales of balanced policies, where a recipe does not bring its own.
 
     - Several tokens at once are a prompt, or more of one: exact FP32 outputs, then the copy is renewed.
     - One token with a state is a decode step.
@@ -52,7 +61,7 @@ def attach(model: nn.Module, policy: Policy, *, teacher_forced: bool = False, pa
     Raises UnsupportedModelError for a model without such layers, InvalidValueError for a policy, recipe or path that
     does not fit, and QuantizeStateError where the model is attached already.
     """
-    return Attached(model, policy, teacher_forced=teacher_forced, path=path)
+    return Attached(model, policy, teacher_forced=teacher_forced, path=path, columns=columns)
 
 
 class Attached:
@@ -61,15 +70,24 @@ class Attached:
     ``model`` is the model, ``layers`` are the attached layers in order, ``others`` the classes of its other layers
     with their numbers. ``observer``, where set, is called as ``observer(layer, inputs, y, state)`` after each
     layer's recurrence, with its outputs before Mamba-2's skip and before gates. ``teacher_forced`` and ``path`` may be
-    changed between calls. ``acceptance`` counts the drafts of the last assisted generation; ``verifying`` says that one
-    runs.
+    changed between calls, and ``columns`` (column scales) before ``use``. ``acceptance`` counts the drafts of the last
+    assisted generation; ``verifying`` says that one runs.
     """
 
-    def __init__(self, model: nn.Module, policy: Policy, *, teacher_forced: bool = False, path: Path = "auto") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        policy: Policy,
+        *,
+        teacher_forced: bool = False,
+        path: Path = "auto",
+        columns: ColumnScales | None = None,
+    ) -> None:
         if path not in get_args(Path):
             raise unknown_name("path", path, get_args(Path))
         found = find_layers(model)
-        policies = _policies(policy, model, [layer.name for layer in found])
+        self.columns = columns
+        policies, scales = _policies(policy, model, [layer.name for layer in found], columns)
         self.model = model
         self.teacher_forced = teacher_forced
         self.path: Path = path
@@ -77,6 +95,7 @@ class Attached:
         self.layers = tuple(
             AttachedLayer(layer, i, own, self) for i, (layer, own) in enumerate(zip(found, policies, strict=True))
         )
+        self._give(scales)
         self.others = other_layers(model)
         self.homes: Homes = weakref.WeakKeyDictionary()
         self.acceptance = assisted.Acceptance()
@@ -107,9 +126,14 @@ class Attached:
 
     def use(self, policy: Policy) -> None:
         """Give new states another policy or recipe; existing ones keep what they have."""
-        policies = _policies(policy, self.model, [layer.name for layer in self.layers])
+        policies, scales = _policies(policy, self.model, [layer.name for layer in self.layers], self.columns)
         for layer, own in zip(self.layers, policies, strict=True):
             layer.policy = own
+        self._give(scales)
+
+    def _give(self, scales: ColumnScales | None) -> None:
+        for layer in self.layers:
+            layer.columns = None if scales is None else scales.layers.get(layer.name)
 
     def states(self, cache: Any) -> dict[str, DecodeState]:
         """The states in ``cache``, by layer name; layers that have none yet are left out."""
@@ -153,7 +177,21 @@ class Attached:
         return f"Attached({len(self.layers)} {self.layers[0].family} layers, policy {policies}; others: {self.others})"
 
 
-def _policies(policy: Policy, model: nn.Module, names: list[str]) -> list[StatePolicy] | list[None]:
+def _policies(
+    policy: Policy, model: nn.Module, names: list[str], columns: ColumnScales | None
+) -> tuple[list[StatePolicy] | list[None], ColumnScales | None]:
+    """A policy per layer, and the column scales of those that are balanced."""
     if policy is None:
-        return [None] * len(names)
-    return Recipe.of(required_recipe(model) if policy == "auto" else policy).for_layers(names)
+        return [None] * len(names), None
+    recipe = Recipe.of(required_recipe(model) if policy == "auto" else policy)
+    policies = recipe.for_layers(names)
+    balanced = [name for name, own in zip(names, policies, strict=True) if own.balanced]
+    if not balanced:
+        return policies, None
+    scales = columns if recipe.columns is None else recipe.columns
+    if scales is None:
+        raise InvalidValueError(
+            f"policy {next(p for p in policies if p.balanced).name} needs column scales; {CALIBRATE}"
+        )
+    scales.check(balanced)
+    return policies, scales

@@ -36,7 +36,8 @@ class Handle(Protocol):
 class AttachedLayer:
     """One attached layer.
 
-    ``name`` is that in ``model.named_modules()``, ``index`` counts SSM layers, ``policy`` is that of states to come.
+    ``name`` is that in ``model.named_modules()``, ``index`` counts SSM layers, ``policy`` is that of states to come,
+    ``columns`` their column scales [H, K], where it is balanced.
     """
 
     def __init__(self, layer: SsmLayer, index: int, policy: StatePolicy | None, handle: Handle) -> None:
@@ -45,6 +46,7 @@ class AttachedLayer:
         self.family = layer.family.name
         self.module = layer.module
         self.policy = policy
+        self.columns: Tensor | None = None
         self._transposed = layer.family.transposed
         self._handle = handle
         self._conv_before: Tensor | None = None
@@ -115,8 +117,9 @@ class AttachedLayer:
         assert self.policy is not None  # or the call would have fallen through
         device, dtype = inputs.v.device, inputs.v.dtype
         state = DecodeState.allocate(
-            spec, self.policy, inputs.rows, layer=self.name, device=device, dtype=dtype, decay_rate=decay_rate
-        )
+            spec, self.policy, inputs.rows, layer=self.name, device=device, dtype=dtype, decay_rate=decay_rate,
+            columns=self.columns,
+        )  # fmt: skip
         if initial is not None:
             state.renew_((initial.mT if self._transposed else initial).to(device, torch.float32))
         home = self._home() if keep else None

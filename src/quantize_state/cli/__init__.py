@@ -25,6 +25,7 @@ COMMANDS = (
     "bench",
     "selftest",
     "capture",
+    "calibrate",
     "convert",
     "inspect",
     "export-recipe",

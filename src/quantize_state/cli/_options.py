@@ -31,6 +31,9 @@ def add_model_options(parser: argparse.ArgumentParser, *, spread: bool = True) -
     )
 
 
+COLUMNS_HELP = "column scales of -balanced arms: a file of `quantize-state calibrate`"
+
+
 def recipe_arms(model: str, recipe: str | None, *, look: bool) -> dict[str, Any]:
     """The arm of ``--recipe``, a YAML file or ``auto``; without it, and if ``look``, of the recipe in the model's own
     directory, where there is one. Raises QuantizeStateError where ``auto`` finds none."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..quant.errors import InvalidValueError, QuantizeStateError
-from ._options import add_model_options, quiet_transformers, recipe_arms
+from ._options import COLUMNS_HELP, add_model_options, quiet_transformers, recipe_arms
 
 if TYPE_CHECKING:
     from ..evals.questions.plan import Plan, Source
@@ -17,6 +17,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser, spread=False)
     parser.add_argument("--arms", metavar="ARM,…", help="comma-separated arms (default: see `quantize-state ls`)")
     parser.add_argument("--recipe", metavar="FILE", help="add an arm: a YAML recipe, or auto for the model's own")
+    parser.add_argument("--columns", metavar="FILE", help=COLUMNS_HELP)
     parser.add_argument("--repeats", type=int, default=1, metavar="R", help="answers per question (default: 1)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample from the top P (default: 1)")
@@ -85,17 +86,24 @@ def plan_of(args: argparse.Namespace) -> Plan:
 def arms_of(args: argparse.Namespace, likelihood: bool | None = None) -> dict[str, Any]:
     """The arms by name. Without --arms the default ones, and where tokens are drawn the reference with other seeds."""
     from ..evals.questions.result import RESEEDED
-    from ..quant.policy import DEFAULT_ARMS, parse_arm
+    from ..quant.columns import ColumnScales
+    from ..quant.policy import CALIBRATE, DEFAULT_ARMS, parse_arm
+    from ..quant.recipe import Recipe
 
     if args.arms is not None and not args.arms.strip(", "):
         raise InvalidValueError("--arms names no arm; see `quantize-state ls`")
     default = [*DEFAULT_ARMS[:1], *([RESEEDED] if args.temperature > 0 else []), *DEFAULT_ARMS[1:]]
     names = default if args.arms is None else [name.strip() for name in args.arms.split(",") if name.strip()]
-    for name in names:
-        if name != RESEEDED:
-            parse_arm(name)  # a misspelt arm should not cost the time that torch takes to load a model
     arms: dict[str, Any] = {"reference": "reference"}  # with which every arm is compared
-    arms |= {name: name for name in names}
+    for name in names:
+        arms[name] = name
+        if name == RESEEDED:
+            continue
+        policy = parse_arm(name, window=args.window, seed=args.seed)  # misspelt, it should not cost loading a model
+        if policy.balanced:
+            if args.columns is None:
+                raise InvalidValueError(f"the arm {name} needs column scales; {CALIBRATE}")
+            arms[name] = Recipe(policy, columns=ColumnScales.read(args.columns))
     return arms | recipe_arms(args.model, args.recipe, look=args.arms is None)
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from ._options import add_model_options, quiet_transformers, recipe_arms
+from ._options import COLUMNS_HELP, add_model_options, quiet_transformers, recipe_arms
 
 
 def add_parser(subparsers) -> None:
@@ -28,6 +28,7 @@ def add_parser(subparsers) -> None:
         choices=("nvfp4", "fp8", "int8"),
         help="add arms with weights quantised by NVIDIA ModelOpt: alone, and together with each quantised state",
     )
+    parser.add_argument("--columns", metavar="FILE", help=f"{COLUMNS_HELP} (default: measured on another text)")
     parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="tokens per sequence (default: 4096)")
     parser.add_argument(
         "--sequences",
@@ -122,6 +123,7 @@ def run(args: argparse.Namespace) -> int:
             window=args.window,
             engine=args.engine,
             weights=args.weights,
+            columns=args.columns,
             seed=args.seed,
             device=args.device,
             dtype=args.dtype,

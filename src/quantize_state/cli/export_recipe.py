@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from ._options import COLUMNS_HELP
+
 
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
@@ -18,18 +20,24 @@ def add_parser(subparsers) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--policy", metavar="ARM", help="an arm name for all layers, such as decoupled-nvfp4")
     which.add_argument("--recipe", type=Path, metavar="FILE", help="a YAML recipe: a policy per layer")
+    parser.add_argument("--columns", type=Path, metavar="FILE", help=COLUMNS_HELP)
     parser.add_argument("--replace", action="store_true", help="replace the recipe that is there")
     parser.add_argument("--trust-remote-code", action="store_true", help="let the directory run its own code")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    from dataclasses import replace
+
+    from ..quant.columns import ColumnScales
     from ..quant.errors import InvalidValueError
     from ..quant.model_recipe import FILE_NAME
     from ..quant.policy import parse_arm
     from ..quant.recipe import Recipe
 
-    policy: Any = Recipe.from_yaml(args.recipe) if args.recipe else parse_arm(args.policy)
+    policy: Any = Recipe.from_yaml(args.recipe) if args.recipe else Recipe.of(parse_arm(args.policy))
+    if args.columns is not None:
+        policy = replace(policy, columns=ColumnScales.read(args.columns))
     if (args.model / FILE_NAME).exists() and not args.replace:
         raise InvalidValueError(f"{args.model / FILE_NAME} exists; --replace writes over it")
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from ._options import add_model_options, quiet_transformers
+from ._options import COLUMNS_HELP, add_model_options, quiet_transformers
 
 
 def add_parser(subparsers) -> None:
@@ -21,6 +21,7 @@ def add_parser(subparsers) -> None:
         help="an arm name, or auto: the recipe in the model's directory (default: that, or else decoupled-nvfp4)",
     )
     which.add_argument("--recipe", metavar="FILE", help="a YAML recipe: a policy per layer")
+    parser.add_argument("--columns", metavar="FILE", help=COLUMNS_HELP)
     parser.add_argument("--prompt", required=True, help="the text to continue; - reads it from standard input")
     parser.add_argument(
         "--max-new-tokens", type=int, default=200, metavar="N", help="tokens to generate (default: 200)"
@@ -40,8 +41,9 @@ def add_parser(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from ..quant.columns import ColumnScales
     from ..quant.errors import InvalidValueError
-    from ..quant.policy import parse_arm
+    from ..quant.policy import CALIBRATE, parse_arm
     from ..quant.recipe import Recipe
 
     if args.max_new_tokens < 1:
@@ -57,6 +59,9 @@ def run(args: argparse.Namespace) -> int:
         policy = Recipe.from_yaml(Path(args.recipe))
     elif args.policy not in (None, "auto"):
         policy = parse_arm(args.policy, seed=args.seed)
+    columns = None if args.columns is None else ColumnScales.read(args.columns)
+    if columns is None and getattr(policy, "balanced", False) and getattr(policy, "columns", None) is None:
+        raise InvalidValueError(f"the policy needs column scales; {CALIBRATE}")
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt:
         raise InvalidValueError("the prompt is empty")
@@ -91,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         )
 
     # by replay: at a batch of one the standard path would show the text of an FP32 state, whatever the policy
-    with attach(loaded.model, policy, path="replay") as handle, ExitStack() as stack:
+    with attach(loaded.model, policy, path="replay", columns=columns) as handle, ExitStack() as stack:
         assistant = _assistant(args, loaded, options, stack) if args.assistant else {}
         generated = generate(**assistant, streamer=TextStreamer(loaded.tokenizer, skip_prompt=False))
         resident = handle.state_bytes()["total"]

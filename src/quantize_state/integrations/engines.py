@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..adapters.shapes import RequestShapes
 from ..quant.packed import stored_bytes
@@ -118,7 +118,11 @@ def nearest(engine: Engine, policies: Mapping[str, StatePolicy], families: Mappi
     if asked.stochastic and not stochastic:
         titles = ", ".join(FAMILIES[family].title for family in used)
         missing.append(f"stochastic rounding of a {checkpoint} state of {titles}: it has that for Mamba-2 in float16")
-    for rule, given in (("scale rule", asked.scale_rule != "amax"), ("rotation", asked.rotation is not None)):
+    for rule, given in (
+        ("scale rule", asked.scale_rule != "amax"),
+        ("rotation", asked.rotation is not None),
+        ("column scale", asked.balanced),
+    ):
         if given:
             missing.append(f"a {rule}: its states have no scales")
     flags = [engine.dtype_flag.format(dtype=DTYPES[checkpoint])]
@@ -160,10 +164,10 @@ def request_bytes(
     """What a request of ``context`` tokens takes under ``policies``; ``width`` is bytes per activation."""
     states = ring = 0
     for name, spec in shapes.specs.items():
-        policy = policies[name]
+        policy = replace(policies[name], balanced=False)  # column scales are there once for all requests
         for part in (policy.checkpoint, policy.read):
             if part is not None:
-                states += stored_bytes(policy.how(part), (spec.heads, spec.value_dim, spec.key_dim))
+                states += stored_bytes(policy.how(part)[:3], (spec.heads, spec.value_dim, spec.key_dim))
         ring += ring_bytes(spec, policy.window, width) if policy.window > 1 else 0
     return RequestBytes(states, ring, width * shapes.convolution, width * shapes.keys_values_at(context))
 

@@ -117,12 +117,14 @@ def state_in_pages(
 
     copy = None
     if policy.read is not None:
-        copy = EncodedState.from_tensors(under("copy."), *policy.how(policy.read), spec.key_dim)
+        copy = EncodedState.from_tensors(under("copy."), *policy.how(policy.read), key_dim=spec.key_dim)
     return DecodeState(
         spec,
         policy,
         layer,
-        checkpoint=EncodedState.from_tensors({"codes": checkpoint}, *policy.how(policy.checkpoint), spec.key_dim),
+        checkpoint=EncodedState.from_tensors(
+            {"codes": checkpoint}, *policy.how(policy.checkpoint), key_dim=spec.key_dim
+        ),
         copy=copy,
         ring={"v": values[:, : policy.window], "k": keys[:, : policy.window]} | under("ring."),
         cursor=found["cursor"],

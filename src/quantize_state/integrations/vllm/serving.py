@@ -45,6 +45,8 @@ def check_servable(recipe: Recipe, where: str) -> Recipe:
                 f"{name} has a {policy.checkpoint} checkpoint; vLLM's prefill reads and writes the checkpoint as plain "
                 "numbers, so it must be fp32, bf16 or fp16. Coupled arms are for `quantize-state eval`"
             )
+        if policy.balanced:
+            raise InvalidValueError(f"{name} has column scales, which the vLLM plugin does not; leave out -balanced")
         if policy.stochastic:
             raise InvalidValueError(f"{name} rounds stochastically, which the vLLM plugin does not; leave out -sr")
     if len({policy.checkpoint for policy in policies_of(recipe)}) > 1:
