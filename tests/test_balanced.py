@@ -301,9 +301,8 @@ def test_exported_beside_a_model(scales, tmp_path):
     assert (tmp_path / COLUMNS_NAME).is_file() and (tmp_path / FILE_NAME).is_file()
     model = load_model(str(tmp_path), device="cpu").model
     with attach(model, "auto") as handle:
-        assert handle.layers[0].spelled == ARM and torch.equal(
-            handle.layers[0].columns, next(iter(scales.layers.values()))
-        )
+        first = handle.layers[0]
+        assert first.spelled == ARM and torch.equal(first.columns, scales.layers[first.name])
     assert main(["export-recipe", str(tmp_path), "--policy", "decoupled-nvfp4", "--replace"]) == 0
     assert main(["export-recipe", str(tmp_path), "--policy", ARM, "--replace"]) == 2
 

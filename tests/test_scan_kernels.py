@@ -49,7 +49,8 @@ MORE = [
     *(f"coupled-{name}-w3-sr" for name in FORMATS if name != "fp32"),
     *(f"coupled-{name}" for name in ("bf16", "mxfp4", "fp8_e4m3")),
     "coupled-int8-sr", "decoupled-nvfp4-w4-four_over_six-hadamard16", "coupled-nvfp4-w4-four_over_six",
-    "decoupled-mxfp4-w4-hadamard", "decoupled-nvfp4-w4-balanced", "decoupled-fp8-w4-balanced-hadamard16", "replay-fp32-w17", "replay-fp16-w4",
+    "decoupled-mxfp4-w4-hadamard", "decoupled-nvfp4-w4-balanced", "decoupled-fp8-w4-balanced-hadamard16",
+    "replay-fp32-w17", "replay-fp16-w4",
 ]  # fmt: skip
 
 

@@ -13,8 +13,8 @@ def add_parser(subparsers) -> None:
         "calibrate",
         help="measure the column scales that -balanced arms need",
         description="Teacher-force a model on a text with its exact recurrence, and write the column scales of its "
-        "read copies, c = (E[S²]/E[Θ²])^¼ per layer, head and key column. Arms with -balanced use them: --columns FILE, "
-        "or `columns: FILE` in a recipe beside it.",
+        "read copies, c = (E[S²]/E[Θ²])^¼ per layer, head and key column. Arms with -balanced use them: --columns "
+        "FILE, or `columns: FILE` in a recipe beside it.",
     )
     add_model_options(parser)
     parser.add_argument(

@@ -118,11 +118,12 @@ def nearest(engine: Engine, policies: Mapping[str, StatePolicy], families: Mappi
     if asked.stochastic and not stochastic:
         titles = ", ".join(FAMILIES[family].title for family in used)
         missing.append(f"stochastic rounding of a {checkpoint} state of {titles}: it has that for Mamba-2 in float16")
-    for rule, given in (
-        ("scale rule", asked.scale_rule != "amax"),
-        ("rotation", asked.rotation is not None),
-        ("column scale", asked.balanced),
-    ):
+    options = {
+        "scale rule": asked.scale_rule != "amax",
+        "rotation": asked.rotation is not None,
+        "column scale": asked.balanced,
+    }
+    for rule, given in options.items():
         if given:
             missing.append(f"a {rule}: its states have no scales")
     flags = [engine.dtype_flag.format(dtype=DTYPES[checkpoint])]
