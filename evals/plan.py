@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from ..quant.columns import ColumnScales
 from ..quant.errors import InvalidValueError, QuantizeStateError
 from ..quant.policy import StatePolicy, parse_arm
 from ..quant.recipe import Recipe
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
 
 SCHEMA: Final = "quantize-state/plan/1"
 
-CANDIDATES = ("nvfp4-mse", "nvfp4-mse-hadamard16", "fp8", "int8-hadamard", "mxfp8", "bf16", "fp32")
+CANDIDATES = (
+    "nvfp4-mse", "nvfp4-mse-hadamard16", "nvfp4-four_over_six-balanced-hadamard", "fp8", "int8-hadamard", "mxfp8",
+    "bf16", "fp32",
+)  # fmt: skip
 """Read formats with scale rule and rotation, as in arm names. All windows are equal: bytes of the ring are not counted,
 so longer ones would look cheaper than they are. ``fp32`` reads the checkpoint itself."""
 
@@ -131,10 +135,11 @@ def plan(
     """Find, verify and write a recipe: ``out`` (YAML), and beside it a folder with plan.json and both measurements.
 
     Give one budget: ``budget_kl`` (nats per token, on average) or ``budget_bytes`` (moved per state element and step).
-    ``every_format`` measures each layer under each candidate in place of the probe alone. The two halves of ``text``
+    Column scales of balanced candidates are measured on a third text, and lie beside ``out`` too. ``every_format`` measures each layer under each candidate in place of the probe alone. The two halves of ``text``
     serve measuring and verifying. An interrupted call goes on where it stopped. Raises QuantizeStateError.
     """
     from ..adapters import attach
+    from .calibrate import calibrate, other_text
     from .error_law import predict
     from .evaluate import evaluate, token_ids
     from .models import load_model
@@ -165,7 +170,14 @@ def plan(
         "together": together, "progress": progress,
     }  # fmt: skip
     rounding = {name: policy for name, policy in policies.items() if not policy.exact}
-    with attach(loaded.model, "reference", path="replay") as handle:
+    columns = None
+    if any(policy.balanced for policy in policies.values()):
+        kept = recipe_path.with_suffix(".columns.safetensors")  # beside the recipe, which names it
+        if not kept.exists():
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            calibrate(loaded, text=other_text(halves[0]), seed=seed, progress=progress).write(kept)
+        columns = options["columns"] = ColumnScales.read(kept)
+    with attach(loaded.model, "reference", path="replay", columns=columns) as handle:
         ids = token_ids(loaded, halves[0], tokens + 1, sequences, seed)
         predicted = predict(handle, ids[:, :-1], rounding, progress=progress)
         families = {layer.name: layer.family for layer in handle.layers}
@@ -180,6 +192,8 @@ def plan(
     chosen = _chosen(layers, policies, budget)
     layers = [replace(layer, chosen=name) for layer, name in zip(layers, chosen, strict=True)]
     recipe = _recipe(list(families), chosen, policies)
+    if recipe.balanced:
+        recipe = replace(recipe, columns=columns)
     everywhere: dict[str, StatePolicy | Recipe] = {f"{name} everywhere": policy for name, policy in rounding.items()}
     label = f"recipe for {next(iter(budget))} {next(iter(budget.values())):g}"
     second = evaluate(loaded, everywhere | {label: recipe}, text=halves[1], out=folder / "verified", **options)

@@ -23,7 +23,7 @@ def add_parser(subparsers) -> None:
         metavar="SOURCE",
         help="pydoc, stdlib or a UTF-8 file; not the text that is evaluated afterwards (default: stdlib)",
     )
-    parser.add_argument("--tokens", type=int, default=2048, metavar="N", help="tokens of the text (default: 2048)")
+    parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="tokens of the text (default: 4096)")
     parser.add_argument("--seed", type=int, default=0, help="of the text span (default: 0)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="a safetensors file; must not exist")
     parser.set_defaults(run=run)
