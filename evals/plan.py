@@ -135,8 +135,9 @@ def plan(
     """Find, verify and write a recipe: ``out`` (YAML), and beside it a folder with plan.json and both measurements.
 
     Give one budget: ``budget_kl`` (nats per token, on average) or ``budget_bytes`` (moved per state element and step).
-    Column scales of balanced candidates are measured on a third text, and lie beside ``out`` too. ``every_format`` measures each layer under each candidate in place of the probe alone. The two halves of ``text``
-    serve measuring and verifying. An interrupted call goes on where it stopped. Raises QuantizeStateError.
+    Column scales of balanced candidates are measured on another text, and lie beside ``out`` too. ``every_format``
+    measures each layer under each candidate in place of the probe alone. The two halves of ``text`` serve measuring and
+    verifying. An interrupted call goes on where it stopped. Raises QuantizeStateError.
     """
     from ..adapters import attach
     from .calibrate import calibrate, other_text
