@@ -288,7 +288,8 @@ def window(
         mix = mixing_of(state)
         run(
             delta_window, grid, launch,
-            t["q"], t["k"], t["v"], t["beta"], t["g"], *rings, mix, *orders, w.theta, w.gain, w.c, w.start, w.top, columns,
+            t["q"], t["k"], t["v"], t["beta"], t["g"], *rings, mix, *orders,
+            w.theta, w.gain, w.c, w.start, w.top, columns,
             *token_strides, *ring_strides, slot_stride(mix, "mix"), *sizes,
             CHANNEL=spec.rules.decay == "channel", VEC=max(1, spec.key_dim // (32 * launch.warps)), **common,
         )  # fmt: skip
