@@ -23,6 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", help="an embedded model or a Hugging Face directory")
     parser.add_argument("--tokens", type=int, default=131072, metavar="N")
     parser.add_argument("--protocol", choices=("held-out", "generated"), default="held-out")
+    parser.add_argument("--sequences", type=int, default=1, metavar="N", help="documents of --tokens each, as one batch")
     parser.add_argument("--groups", default=",".join(GROUPS), metavar="GROUP,…", help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--full", action="store_true", help="every window and format with each other; many hours")
     parser.add_argument("--together", type=int, default=8, metavar="N", help="arms beside one reference")
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", help="of weights and activations (default: float32)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", required=True, metavar="DIR")
+    parser.add_argument("--no-law", action="store_true", help="without the error law's pass")
     parser.add_argument("--report-only", action="store_true", help="only write the tables of what is there")
     args = parser.parse_args(arguments)
     os.environ.setdefault("GOMP_SPINCOUNT", "500")  # as the command line does, before torch loads
@@ -65,11 +67,11 @@ def _run(args: argparse.Namespace, groups: Sequence[str], out: Path) -> None:
 
     loaded = load_model(args.model, device=args.device, dtype=args.dtype)
     law_path = out / "law.json"
-    if args.protocol == "held-out" and not law_path.exists():
+    if args.protocol == "held-out" and not args.no_law and not law_path.exists():
         law_path.parent.mkdir(parents=True, exist_ok=True)
         policies = reads() | arms("windows", full=args.full)
         with bounded_attention(loaded.model), attach(loaded.model, "reference", path="replay") as handle:
-            ids = token_ids(loaded, load_text("pydoc"), args.tokens + 1, 1, args.seed)
+            ids = token_ids(loaded, load_text("pydoc"), args.tokens + 1, args.sequences, args.seed)
             found = predict(handle, ids[:, :-1], policies)
         Law(
             loaded.name,
@@ -87,6 +89,8 @@ def _run(args: argparse.Namespace, groups: Sequence[str], out: Path) -> None:
             loaded,
             arms(group, full=args.full),
             tokens=args.tokens,
+            sequences=args.sequences,
+            batch=args.sequences,
             generate=args.tokens if args.protocol == "generated" else 0,
             seed=args.seed,
             together=args.together,
