@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("model", help="an embedded model or a Hugging Face directory")
     parser.add_argument("--tokens", type=int, default=131072, metavar="N")
     parser.add_argument("--protocol", choices=("held-out", "generated"), default="held-out")
-    parser.add_argument("--sequences", type=int, default=1, metavar="N", help="documents of --tokens each, as one batch")
+    parser.add_argument("--sequences", type=int, default=1, metavar="N", help="documents, as one batch")
     parser.add_argument("--groups", default=",".join(GROUPS), metavar="GROUP,…", help=f"of {', '.join(GROUPS)}")
     parser.add_argument("--full", action="store_true", help="every window and format with each other; many hours")
     parser.add_argument("--together", type=int, default=8, metavar="N", help="arms beside one reference")
