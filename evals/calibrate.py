@@ -73,7 +73,7 @@ def column_scales(
     source = load_text(text) if isinstance(text, str) else text
     ids = torch.tensor(tokenise(loaded.tokenizer, source.text, tokens + 1, 1, seed), device=input_device(loaded.model))
     meter, reference = ColumnMeter(), Rollout(handle, StatePolicy(window=1))
-    for start, inputs, _ in chunks(ids):
+    for start, inputs, _ in chunks(ids, vocabulary=loaded.model.config.get_text_config().vocab_size):
         reference.advance(inputs, observer=meter)
         if progress is not None:
             progress("column scales", start + inputs.shape[1], tokens)

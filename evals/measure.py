@@ -147,7 +147,7 @@ def measure(
             base.prefill(ids[:, :prompt])
     total = ids.shape[1] - 1 - prompt
     shown = ", ".join(setups) if len(setups) == 1 else f"{len(setups)} arms"
-    for start, inputs, targets in chunks(ids[:, prompt:]):
+    for start, inputs, targets in chunks(ids[:, prompt:], vocabulary=handle.model.config.get_text_config().vocab_size):
         expected = reference.advance(inputs)
         weighted = None if base is None else base.advance(inputs).float()
         stop = start + inputs.shape[1]

@@ -17,8 +17,11 @@ Progress = Callable[[str, int, int], None]
 CHUNK = 1024
 """Tokens per forward call of the scan engine. Memory is bounded by this, not by the length of the text."""
 
-CUDA_CHUNK = 2048
-"""On a GPU, where a call takes as long as its launches."""
+CUDA_CHUNK = 16384
+"""On a GPU, where a call takes as long as its launches, of a model with a small vocabulary."""
+
+LOGITS = 1 << 28
+"""Logits of a call on a GPU, at most: 1 GB in float32."""
 
 
 class Rollout:
@@ -65,11 +68,18 @@ class Rollout:
         return out.logits
 
 
-def chunks(ids: Tensor, size: int | None = None) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Position, inputs [B, T] and next-token targets [B, T] of each chunk of ``ids`` [B, N + 1]; ``size`` tokens each,
-    by default as many as the device takes well."""
-    size = size or (CUDA_CHUNK if ids.is_cuda else CHUNK)
+def chunks(ids: Tensor, size: int | None = None, vocabulary: int = 0) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Position, inputs [B, T] and next-token targets [B, T] of each chunk of ``ids`` [B, N + 1]; ``size`` tokens each.
+
+    By default CHUNK; on a GPU they double from there on while logits stay below LOGITS. They end at powers of two then,
+    which is where a growth over positions wants to be looked at.
+    """
     last = ids.shape[1] - 1
-    for start in range(0, last, size):
-        stop = min(start + size, last)
+    most = CHUNK if size is None else size
+    if size is None and ids.is_cuda:
+        most = max(CHUNK, min(CUDA_CHUNK, LOGITS // (max(1, vocabulary) * ids.shape[0]) // CHUNK * CHUNK))
+    start = 0
+    while start < last:
+        stop = min(start + min(max(start, CHUNK if size is None else size), most), last)
         yield start, ids[:, start:stop], ids[:, start + 1 : stop + 1]
+        start = stop

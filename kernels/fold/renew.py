@@ -38,23 +38,24 @@ def renew_kernel(
             i_b = tl.load(p_list + i_b)
         i_h = (i_item // o_tiles) % H
         i_slot = tl.load(p_slots + i_b).to(tl.int64)
-        o_v = (i_item % o_tiles) * R + tl.arange(0, R)
-        m_v = o_v < tl.where(i_slot >= 0, V, 0)
-        p_s = p_state + i_slot * s_state + i_h * (V * K)
-        b_s = tl.load(p_s + o_v[:, None] * K + o_k, mask=m_v[:, None], other=0.0)
-        b_s = turned(b_s, p_columns + i_h * K, BALANCED, ROTATE)
-        b_top = 0.0
-        if TOP:
-            b_top = bits_float(tl.load(p_top + i_b * H + i_h))
-        elif FORMAT == "nvfp4":
-            for i_v in range(0, tl.where(i_slot >= 0, V, 0), R):
-                o_x = i_v + tl.arange(0, R)
-                b_x = tl.load(p_s + o_x[:, None] * K + o_k, mask=(o_x < V)[:, None], other=0.0)
-                b_top = tl.maximum(b_top, tile_amax(turned(b_x, p_columns + i_h * K, BALANCED, ROTATE)))
-        store_tile(
-            b_s, b_top, p_codes + i_slot * s_codes, p_row + i_slot * s_row, p_block + i_slot * s_block,
-            p_total + i_slot * s_total + i_h, i_h * V + o_v, m_v, FORMAT, FOUR_OVER_SIX, ISA,
-        )  # fmt: skip
+        if i_slot >= 0:
+            o_v = (i_item % o_tiles) * R + tl.arange(0, R)
+            m_v = o_v < V
+            p_s = p_state + i_slot * s_state + i_h * (V * K)
+            b_s = tl.load(p_s + o_v[:, None] * K + o_k, mask=m_v[:, None], other=0.0)
+            b_s = turned(b_s, p_columns + i_h * K, BALANCED, ROTATE)
+            b_top = 0.0
+            if TOP:
+                b_top = bits_float(tl.load(p_top + i_b * H + i_h))
+            elif FORMAT == "nvfp4":
+                for i_v in range(0, V, R):
+                    o_x = i_v + tl.arange(0, R)
+                    b_x = tl.load(p_s + o_x[:, None] * K + o_k, mask=(o_x < V)[:, None], other=0.0)
+                    b_top = tl.maximum(b_top, tile_amax(turned(b_x, p_columns + i_h * K, BALANCED, ROTATE)))
+            store_tile(
+                b_s, b_top, p_codes + i_slot * s_codes, p_row + i_slot * s_row, p_block + i_slot * s_block,
+                p_total + i_slot * s_total + i_h, i_h * V + o_v, m_v, FORMAT, FOUR_OVER_SIX, ISA,
+            )  # fmt: skip
 
 
 def renew(
