@@ -49,6 +49,8 @@ TABLE: tuple[Entry, ...] = (
     Entry(Launch(rows=64, warps=2), "readout", "mxfp4"),
     Entry(Launch(rows=32, warps=4), "readout", "fp32"),
     Entry(Launch(rows=32, warps=4), "readout"),
+    # of several queries: sixteen rows a warp at a time, so at least 16 · warps
+    Entry(Launch(rows=64, warps=2), "readout_many"),
     Entry(Launch(rows=64, columns=32, warps=4, programs=132 * 3), "fold", "kda"),
     Entry(Launch(rows=64, columns=32, warps=4, programs=132 * 4), "fold"),
     Entry(Launch(rows=8, warps=1, programs=132 * 32), "renew"),

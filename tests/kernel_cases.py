@@ -123,9 +123,11 @@ def half_theta(theta):
     return out, 1 / factor
 
 
-def read_case(format, queries=1, half=False, window=8, shared=1, fills=(0, 3, 8, 1, 5)):
+def read_case(
+    format, queries=1, half=False, window=8, shared=1, fills=(0, 3, 8, 1, 5), family="gdn", dtype=torch.bfloat16
+):
     """Random Θ, gains and C for five slots; returns what readout takes and what it must give."""
-    state = make_state("gdn", read=format, window=window, fills=list(fills))
+    state = make_state(family, read=format, window=window, fills=list(fills), dtype=dtype)
     spec = state.spec
     rng = torch.Generator().manual_seed(4)
     slots = torch.tensor([3, -1, 1, 4], dtype=torch.int32)

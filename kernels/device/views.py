@@ -27,15 +27,17 @@ class KernelViews:
 
 
 def kernel_views(state: EncodedState, *, words: bool = False) -> KernelViews:
-    """One-byte floats as uint8, bfloat16 as int16; with ``words`` the codes as int64, 16 4-bit codes each.
+    """One-byte floats as uint8, bfloat16 as int16; with ``words`` codes as int64, eight bytes of them.
 
     Raises InvalidValueError where a slot's data is not contiguous, or words do not fit the slot stride.
     """
     codes = raw_view(state.codes)
     if words:
-        if codes.stride(0) % 8 or codes.storage_offset() % 8 or codes.shape[-1] % 8:
+        width = codes.element_size()
+        if any(n * width % 8 for n in (codes.stride(0), codes.storage_offset(), codes.shape[-1])):
             raise InvalidValueError(
-                f"codes with slot stride {codes.stride(0)} bytes are not whole 8-byte words; pad slots to 8 bytes"
+                f"codes with slot stride {width * codes.stride(0)} bytes are not whole 8-byte words; "
+                "pad slots to 8 bytes"
             )
         slot_stride(codes, "codes")
         codes = codes.view(torch.int64)

@@ -1,14 +1,16 @@
-"""The readout kernel: y = Q(S₀)·Θ + Vᵀ·C for every family, read format and number of queries.
+"""The readout kernel: y = Q(S₀)·Θ + Vᵀ·C for every family and read format; of several queries, ``many``.
 
-One program reads one tile of value rows of one head, once, whatever the number of queries. Bytes per state element:
-0.5625 for nvfp4, of which the codes come as one 8-byte load per block of 16.
+One program reads one tile of value rows of one head. Bytes per state element: 0.5625 for nvfp4, of which the codes come
+as one 8-byte load per block of 16.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ...quant.encoded import EncodedState
+from ...quant.formats import FORMATS
 from ..device.codec import over_blocks
 from ..device.dot import weighted_rows
 from ..device.fp4 import UNIT_CONVERTED, UNIT_MOVED, block_pairs, pairs_dot
@@ -16,6 +18,10 @@ from ..device.targets import tl, triton
 from ..device.tile import load_block_scales, load_e2m1, load_plain
 from ..device.views import kernel_views, slot_stride
 from ..launch import find_launch, isa_of, run
+from .many import readout_many_kernel
+
+VALUE_PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+"""How many bfloat16 parts a number of the ring has."""
 
 
 @triton.jit
@@ -147,10 +153,25 @@ def readout(
     batch, queries, heads, value_dim = out.shape
     key_dim, window = theta.shape[-1], ring_v.shape[1]
     half = theta.element_size() == 2
-    views = kernel_views(source, words=half)
     isa = isa_of(out.device)
-    launch = find_launch("readout", source.format, value_dim, key_dim, isa, batch)
     x, d = skip if skip is not None else (out, gain)
+    views = kernel_views(source, words=half or queries > 1)
+    if queries > 1:
+        launch = find_launch("readout_many", source.format, value_dim, key_dim, isa, batch)
+        warps = min(launch.warps, launch.rows // 16, triton.next_power_of_2(triton.cdiv(value_dim, 16)))
+        tiles = min(launch.rows // (16 * warps), triton.cdiv(value_dim, 16 * warps))  # of sixteen rows, of each warp
+        run(
+            readout_many_kernel, (heads * triton.cdiv(value_dim, 16 * tiles * warps), batch), launch,
+            views.codes, views.row, views.block, views.total, ring_v, theta.view(torch.int64), gain, c,
+            slots, used, used if row is None else row, x, d, out if gate is None else gate, out,
+            views.codes_stride, views.row_stride, views.block_stride, views.total_stride, slot_stride(ring_v, "ring v"),
+            H=heads, V=value_dim, K=key_dim, L=window, T=queries, M=tiles, WARPS=warps,
+            SHARED=heads // theta.shape[2], FORMAT=source.format, BITS=FORMATS[source.format].bits, HALF=half,
+            VALUE_PARTS=VALUE_PARTS[ring_v.dtype], SKIP=skip is not None, GATE=gate is not None,
+            SOME=row is not None, ISA=isa, num_warps=warps,
+        )  # fmt: skip
+        return
+    launch = find_launch("readout", source.format, value_dim, key_dim, isa, batch)
     grid = (batch * heads * triton.cdiv(value_dim, launch.rows),)
     run(
         readout_kernel, grid, launch,

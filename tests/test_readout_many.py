@@ -1,0 +1,129 @@
+"""The readout of several queries, under the interpreter: every format, unequal rows, poison in all that is not read."""
+
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
+
+import pytest
+import torch
+from kernel_cases import read_case
+from test_kernels import FP32, error
+
+from quantize_state.kernels import launch
+from quantize_state.kernels.device.targets import INTERPRET, unavailable
+from quantize_state.kernels.readout.triton import readout
+from quantize_state.quant.encoded import EncodedState
+from quantize_state.quant.errors import InvalidValueError
+from quantize_state.quant.formats import FORMATS
+
+pytestmark = pytest.mark.skipif(not INTERPRET, reason=unavailable() or "Triton was imported without TRITON_INTERPRET=1")
+
+LIVE = [0, 2, 3]
+THETA = 5e-4
+"""Of products with a Θ rounded to float16, whose sums are float32: half of its last bit is 2.4e-4 of an element."""
+
+
+def check(case, bound, **keywords):
+    state, arguments, out, y = case
+    readout(state.read_source, state.ring["v"], *arguments, out, **keywords)
+    assert error(out[LIVE], y[LIVE]) < bound
+    assert out[1].isnan().all(), "a padded row was written"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format(format):
+    """V = 40 is two tiles of sixteen rows and a half of one; eight queries fill a product's columns."""
+    check(read_case(format, queries=8, family="kda"), FP32)
+
+
+@pytest.mark.parametrize("format", ["fp32", "nvfp4"])
+def test_a_shared_theta(format):
+    check(read_case(format, queries=2, family="mamba2", shared=3, fills=(0, 1, 0, 2, 3)), FP32)
+
+
+@pytest.mark.parametrize(("format", "queries"), [("nvfp4", 2), ("nvfp4", 4), ("mxfp4", 4)])
+def test_theta_in_float16(format, queries):
+    check(read_case(format, queries=queries, half=True), THETA)
+
+
+def test_more_queries_than_a_product_has_columns():
+    check(read_case("nvfp4", queries=9, half=True, family="kda"), THETA)
+
+
+def test_windows_beyond_sixteen():
+    check(read_case("bf16", queries=2, window=21, fills=(0, 3, 20, 21, 17)), FP32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_values_of_other_types(dtype):
+    check(read_case("fp8_e4m3", queries=2, dtype=dtype), FP32)
+
+
+@pytest.mark.parametrize(("rows", "warps"), [(16, 4), (64, 1), (128, 8)])
+def test_launches(rows, warps, monkeypatch):
+    """One tile or several for a head of 40 rows, by one warp or several."""
+    entry = launch.Entry(launch.Launch(rows=rows, warps=warps), "readout_many")
+    monkeypatch.setattr(launch, "TABLE", (entry, *launch.TABLE))
+    check(read_case("nvfp4", queries=3, half=True, family="kda", fills=(0, 1, 0, 2, 3)), THETA)
+
+
+def test_unequal_rows_leave_the_rest_alone():
+    """Of four queries a row reads those from its certain token on, if that has no output yet, to its last ring row."""
+    state, arguments, out, y = read_case("nvfp4", queries=4, half=True)
+    used = arguments[-1]
+    row = torch.tensor([-1, -2, 0, 2], dtype=torch.int32)
+    theta, gain, c = arguments[:3]
+    for b in LIVE:  # the terms of queries that are not read were never written
+        for t in range(4):
+            if not 0 <= int(row[b]) + t < int(used[b]):
+                theta[b, t], gain[b, t], c[b, t] = float("nan"), float("nan"), float("nan")
+    c[torch.arange(8).expand_as(c) >= used[:, None, None, None]] = float("nan")
+    readout(state.read_source, state.ring["v"], *arguments, out, row=row)
+    for b in LIVE:
+        for t in range(4):
+            if 0 <= int(row[b]) + t < int(used[b]):
+                assert error(out[b, t], y[b, t]) < THETA, (b, t)
+            else:
+                assert out[b, t].isnan().all(), (b, t)
+
+
+def test_skip_and_gate():
+    state, arguments, out, y = read_case("bf16", queries=3)
+    rng = torch.Generator().manual_seed(5)
+    x, z = torch.randn(y.shape, generator=rng), torch.randn(y.shape, generator=rng)
+    d = torch.randn(state.spec.heads, generator=rng)
+    y = (y + d[:, None] * x) * torch.nn.functional.silu(z)
+    check((state, arguments, out, y), FP32, skip=(x, d), gate=z)
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "int8", "mxfp8", "mxfp4"])
+def test_extreme_codes(format):
+    """Every code of a byte that the format has, subnormal ones too, and block scales far apart in a row."""
+    state, (theta, gain, c, slots, used), out, _ = read_case(format, queries=2)
+    copy: EncodedState = state.copy
+    count = copy.codes[0].numel()
+    codes = torch.arange(count, dtype=torch.int32).mul(7).remainder(256).to(torch.uint8)
+    if "fp8" in format:
+        codes[codes % 128 == 127] = 1  # which are NaN
+    if format == "int8":
+        codes[codes == 128] = 1
+    for slot in range(copy.codes.shape[0]):
+        copy.codes[slot].view(torch.uint8).copy_(codes.view(copy.codes[slot].shape))
+        for name, t in copy.scales.items():
+            if name == "block":
+                t[slot].view(torch.uint8).copy_(torch.arange(t[slot].numel()).remainder(9).add(120).view(t[slot].shape))
+    c.zero_()
+    readout(copy, state.ring["v"], theta, gain, c, slots, used, out)
+    for b in LIVE:
+        y = torch.einsum("hvk,thk->thv", copy.decode()[int(slots[b])].double(), theta[b].double())
+        assert error(out[b], y * gain[b, ..., None]) < FP32
+
+
+def test_slots_that_are_no_whole_words_are_refused():
+    state, arguments, out, _ = read_case("fp8_e4m3", queries=2)
+    codes = state.copy.codes
+    raw = torch.zeros(codes.shape[0], codes[0].numel() + 3, dtype=torch.uint8)
+    odd = raw[:, : codes[0].numel()].unflatten(1, codes.shape[1:]).view(codes.dtype)
+    copy = EncodedState(**(vars(state.copy) | {"codes": odd}))
+    with pytest.raises(InvalidValueError, match="pad slots to 8 bytes"):
+        readout(copy, state.ring["v"], *arguments, out)
