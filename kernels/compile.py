@@ -213,20 +213,22 @@ def _compiled(
         instructions=len(re.findall(r"^\s*/\*[0-9a-f]{4,}\*/", sass, re.MULTILINE)),
         counts=counts,
         warps=built.metadata.num_warps,
-        problems=tuple(_problems(name, target, policy, spills, counts, sass)),
+        problems=tuple(_problems(name, target, policy, spills, counts, built.asm["ptx"])),
     )
 
 
 def _problems(
-    name: str, target: Target, policy: StatePolicy, spills: int, counts: dict[str, int], sass: str
+    name: str, target: Target, policy: StatePolicy, spills: int, counts: dict[str, int], ptx: str
 ) -> Iterable[str]:
     if spills:
         yield f"{spills} spill instructions"
     if target.isa >= BLACKWELL and policy.read in ("nvfp4", "mxfp4"):
-        if name == "readout_kernel" and not counts["fp4_unpack"]:
+        if name in ("readout_kernel", "readout_many_kernel") and not counts["fp4_unpack"]:
             yield "no hardware conversion from E2M1"
         if name == "renew_kernel" and not counts["fp4_pack"]:
             yield "no hardware conversion to E2M1"
+    if name == "readout_many_kernel" and re.search(r"\bshfl\b|\.shared\b", ptx):
+        yield "moves operands to other threads than those that hold them by the instruction's order (device/mma.py)"
     if counts["fp8_pack"]:
         yield "rounds to E4M3 by a conversion, which ptxas 12.8 and 12.9 miscompile; device/codec.py rounds by addition"
 

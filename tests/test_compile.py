@@ -41,7 +41,8 @@ def report(tmp_path_factory):
 def test_every_kernel_compiles_without_spills(report):
     code, found, _ = report
     assert code == 0 and not found["problems"], [k for k in found["kernels"] if k["problems"]]
-    of_a_step = {"plan_kernel", "verify_plan_kernel", "mamba2_window", "readout_kernel", "fold_kernel"}
+    of_a_step = {"plan_kernel", "verify_plan_kernel", "mamba2_window", "fold_kernel"}
+    of_a_step |= {"readout_kernel", "readout_many_kernel"}
     of_the_standard = {"standard_kernel", "renew_kernel"}
     of_a_scan = {"window_terms", "carry_kernel", "read_kernel"}
     assert {k["kernel"] for k in found["kernels"]} == of_a_step | of_the_standard | of_a_scan
@@ -52,10 +53,19 @@ def test_blackwell_converts_in_hardware_and_hopper_does_not(report):
     _, found, _ = report
     for k in found["kernels"]:
         blackwell = k["target"] == "100a"
-        if k["kernel"] == "readout_kernel":
+        if k["kernel"].startswith("readout"):
             assert (k["counts"]["fp4_unpack"] > 0) == blackwell, k
         if k["kernel"] == "fold_kernel":
             assert (k["counts"]["fp4_pack"] > 0) == blackwell, k
+
+
+def test_several_queries_are_multiplied_where_they_were_decoded(report):
+    """On tensor cores, with nothing passed between threads: the instruction's order is that of registers and lanes."""
+    _, found, out = report
+    of_many = [k for k in found["kernels"] if k["kernel"] == "readout_many_kernel"]
+    assert len(of_many) == 2 and all(k["shared"] == 0 and k["counts"]["matrix"] > 0 for k in of_many)
+    for path in out.glob("readout_many*.ptx"):
+        assert not re.search(r"shfl|\.shared|bar\.", path.read_text()), path.name
 
 
 def test_nothing_rounds_to_e4m3_by_a_conversion(report):
