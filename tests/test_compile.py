@@ -20,20 +20,21 @@ from quantize_state.quant.errors import InvalidValueError
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
 
-def compiled(tmp_path, *arguments):
+def compiled(cache, *arguments):
     """(exit code, the JSON, standard error) of ``quantize-state compile``."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
+    environment["TRITON_CACHE_DIR"] = str(cache)
     command = [sys.executable, "-m", "quantize_state", "compile", "--json", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     return done.returncode, json.loads(done.stdout) if done.stdout else None, done.stderr
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory):
+def report(tmp_path_factory, pytestconfig):
     folder = tmp_path_factory.mktemp("compile")
+    cache = pytestconfig.cache.mkdir("triton")  # by Triton's key of sources, options and compiler: half of the time
     chosen = ("--arch", "90a,100a", "--shape", "nemotron-3-super", "--arm", "decoupled-nvfp4")
-    code, found, errors = compiled(folder, *chosen, "--out", str(folder / "out"))
+    code, found, errors = compiled(cache, *chosen, "--out", str(folder / "out"))
     assert found is not None, errors
     return code, found, folder / "out"
 
@@ -87,6 +88,16 @@ def test_no_product_is_tf32(report):
         assert "TF32" not in path.read_text(), path.name
     for path in out.glob("*.ptx"):
         assert ".tf32" not in path.read_text(), path.name
+
+
+def test_every_shape_is_compiled_unless_some_are_chosen():
+    from quantize_state.kernels.compile import READS, cases
+    from quantize_state.kernels.shapes import SHAPES
+
+    usual = cases(quick=True)
+    assert len(set(usual)) == len(usual) and {s for s, p in usual if p.read == "nvfp4"} == set(SHAPES)
+    assert {s for s, _ in cases(quick=True, shapes=["ultra"])} == {"nemotron-3-ultra"}
+    assert {(s, p.read) for s, p in cases(quick=False)} == {(s, r) for s in SHAPES for r in READS}
 
 
 def test_errors_are_explained():

@@ -37,7 +37,12 @@ class Fla:
     into the values beforehand, which is not timed.
     """
 
-    note = "contiguous states, written to another place"
+    NOTES = {  # noqa: RUF012
+        "mamba2": ", in two halves of K, whose outputs a second launch adds",
+        "gdn": "",
+        "kda": "; a launch of its own clears the outputs first",
+    }
+    """What fla-core 0.6.0 does besides, which is timed: it is part of their function."""
 
     FUNCTIONS = {  # noqa: RUF012
         "mamba2": ("fla.ops.simple_gla", "fused_recurrent_simple_gla"),
@@ -47,6 +52,7 @@ class Fla:
 
     def __init__(self, spec: LayerSpec) -> None:
         self.spec = spec
+        self.note = f"contiguous states, written to another place{self.NOTES[spec.family]}"
 
     def missing(self) -> str | None:
         """Why it cannot run here, or None."""

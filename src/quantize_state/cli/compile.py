@@ -25,7 +25,7 @@ def add_parser(subparsers) -> None:
     )
     parser.add_argument("--arm", action="append", default=[], metavar="ARM", help="only this arm (repeatable)")
     parser.add_argument(
-        "--all", action="store_true", help="every shape with every read format, not a few of each (minutes)"
+        "--all", action="store_true", help="every shape with every read format, not NVFP4 and a few others (minutes)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep PTX, cubin and SASS there")
     parser.add_argument("--json", action="store_true", help="print JSON")
