@@ -56,11 +56,10 @@ class ModelRecipe:
         recipe = self.recipe
         if recipe.balanced and recipe.columns is None:
             raise InvalidValueError(f"the recipe needs column scales; {CALIBRATE}")
+        if overwrite:
+            (folder / COLUMNS_NAME).unlink(missing_ok=True)
         if recipe.columns is not None:
-            beside = folder / COLUMNS_NAME
-            if overwrite:
-                beside.unlink(missing_ok=True)
-            recipe = replace(recipe, columns=recipe.columns.write(beside))
+            recipe = replace(recipe, columns=recipe.columns.write(folder / COLUMNS_NAME))
         plain = {
             "schema": SCHEMA,
             "producer": {"name": "quantize-state", "version": __version__},

@@ -1,5 +1,6 @@
 """Column scales of read copies: against explicit matrices, through everything that keeps a state, to a whole run."""
 
+import argparse
 import pickle
 from dataclasses import replace
 from functools import partial
@@ -10,10 +11,12 @@ from recurrence import random_inputs
 
 from quantize_state import DecodeState, Recipe, StatePolicy, attach, evaluate, load_states, save_states
 from quantize_state.cli import main
+from quantize_state.cli._questions import add_options, arms_of
 from quantize_state.evals.calibrate import calibrate, column_scales
 from quantize_state.evals.error_law import predict
 from quantize_state.evals.evaluate import token_ids
 from quantize_state.evals.models import load_model
+from quantize_state.evals.plan import plan
 from quantize_state.evals.text import load_text
 from quantize_state.integrations.vllm.serving import check_servable
 from quantize_state.kernels import ops
@@ -175,8 +178,8 @@ def test_a_state_without_its_scales_says_what_to_run():
 def test_stepping_scanning_and_the_operator_agree(family):
     """Reference decode, the scan of whole windows, and the operator's pool: one arithmetic."""
     stepped, scanned, pooled = (make(family) for _ in range(3))
-    inputs = random_inputs(SPECS[family][0], 3, 5, 5, dtype=torch.float32)
-    y = torch.cat([step(stepped, inputs.slice(t, t + 1)) for t in range(5)], 1)
+    inputs = random_inputs(SPECS[family][0], 3, 10, 5, dtype=torch.float32)
+    y = torch.cat([step(stepped, inputs.slice(t, t + 1)) for t in range(10)], 1)
     assert error(scan(scanned, inputs), y) < 1e-4
     plain = DecodeState.allocate(
         SPECS[family][0], parse_arm("decoupled-nvfp4-w4-four_over_six-hadamard"), 3, decay_rate=SPECS[family][1]
@@ -314,6 +317,31 @@ def test_what_has_no_place_for_scales_says_so(scales, tmp_path, capsys):
     assert "a column scale: its states have no scales" in capsys.readouterr().out
     assert main(["generate", "tiny-kda", "--policy", ARM, "--prompt", "a", "--device", "cpu"]) == 2
     assert "calibrate" in capsys.readouterr().err
+
+
+def test_questions_take_the_file_too(scales):
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    given = ["tiny-kda", "--arms", f"{ARM},decoupled-nvfp4"]
+    with pytest.raises(InvalidValueError, match="calibrate"):
+        arms_of(parser.parse_args(given))
+    arms = arms_of(parser.parse_args([*given, "--columns", str(scales.path)]))
+    assert arms == {
+        "reference": "reference",
+        ARM: Recipe(parse_arm(ARM), columns=scales),
+        "decoupled-nvfp4": "decoupled-nvfp4",
+    }
+
+
+def test_a_balanced_candidate_of_a_plan(tmp_path):
+    out = tmp_path / "recipe.yaml"
+    found = plan(
+        "tiny-kda", out=out, budget_bytes=1.1, candidate_names=["nvfp4", "nvfp4-four_over_six-balanced-hadamard"],
+        tokens=96, device="cpu",
+    )  # fmt: skip
+    recipe = Recipe.from_yaml(out)
+    assert recipe.balanced and recipe.columns.path == tmp_path / "recipe.columns.safetensors"
+    assert found.best_uniform.startswith("nvfp4-four_over_six")
 
 
 def test_calibrating_and_generating_by_the_command_line(tmp_path, capsys):

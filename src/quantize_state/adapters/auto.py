@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..quant.errors import InvalidValueError
-from ..quant.model_recipe import FILE_NAME, ModelRecipe
+from ..quant.model_recipe import COLUMNS_NAME, FILE_NAME, ModelRecipe
 from ..quant.policy import StatePolicy
 from ..quant.recipe import Recipe
 from .models import SsmLayer, find_layers
@@ -101,13 +101,18 @@ def _read(source: str) -> ModelRecipe | None:
         return None
     from transformers.utils import cached_file
 
-    found = cached_file(
-        source,
-        FILE_NAME,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    def fetched(name: str) -> str | None:
+        return cached_file(
+            source,
+            name,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+
+    found = fetched(FILE_NAME)
+    if found is not None:
+        fetched(COLUMNS_NAME)  # into the same folder, where the recipe looks for it
     return None if found is None else ModelRecipe.read(found)
 
 

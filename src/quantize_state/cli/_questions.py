@@ -99,10 +99,10 @@ def arms_of(args: argparse.Namespace, likelihood: bool | None = None) -> dict[st
         arms[name] = name
         if name == RESEEDED:
             continue
-        policy = parse_arm(name, window=args.window, seed=args.seed)  # misspelt, it should not cost loading a model
-        if policy.balanced:
+        if parse_arm(name).balanced:  # a misspelt arm should not cost the time that torch takes to load a model
             if args.columns is None:
                 raise InvalidValueError(f"the arm {name} needs column scales; {CALIBRATE}")
+            policy = parse_arm(name, window=args.window, seed=args.seed)
             arms[name] = Recipe(policy, columns=ColumnScales.read(args.columns))
     return arms | recipe_arms(args.model, args.recipe, look=args.arms is None)
 
