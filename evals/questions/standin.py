@@ -15,13 +15,13 @@ of its versions; a result holds their hash.
 from __future__ import annotations
 
 import argparse
+import ast
 import csv
 import functools
-import importlib
-import inspect
 import io
 import random
 import sys
+import sysconfig
 from pathlib import Path
 
 from ...quant.errors import InvalidValueError, QuantizeStateError
@@ -41,9 +41,11 @@ DISTANCES = (0, 50, 150, 450)
 """Characters of other text between notes and question, for one question in four each."""
 
 _MODULES = """
-ast base64 bisect calendar colorsys copy csv difflib dis filecmp fnmatch functools glob gzip heapq html inspect
-itertools json keyword linecache locale math mimetypes operator os os.path pickle platform pprint random re shutil stat
-statistics string struct tempfile textwrap time tokenize traceback types urllib.parse uuid warnings weakref zlib
+ast base64 bdb bisect calendar code codeop compileall copy difflib dis doctest filecmp fileinput fnmatch functools
+genericpath getpass glob gzip heapq imaplib inspect linecache locale mimetypes ntpath operator os pickle pickletools
+pkgutil plistlib posixpath pprint pyclbr pydoc quopri runpy shlex shutil site smtplib socket ssl stat statistics
+subprocess symtable sysconfig tarfile tempfile textwrap threading timeit tokenize traceback types typing uuid warnings
+webbrowser zipapp zipfile
 """
 _LENGTHS = range(25, 71)
 """Characters of a sentence that is taken: longer than a window, shorter than five."""
@@ -60,19 +62,21 @@ def stand_in(questions: int = 198, seed: int = 0) -> list[dict[str, str]]:
 def facts() -> tuple[tuple[str, str], ...]:
     """Functions of the standard library, each with the sentence that its docstring begins with; all sentences differ.
 
-    Raises QuantizeStateError where Python runs without docstrings.
+    They are read from the library's sources: modules that are imported may have been changed by others.
+    Raises QuantizeStateError where Python came without its sources.
     """
     found: dict[str, str] = {}
     for module in _MODULES.split():
-        for name, function in sorted(vars(importlib.import_module(module)).items()):
-            if name.startswith("_") or not callable(function) or inspect.isclass(function):
-                continue
-            sentence = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split()).split(". ")[0].rstrip(".")
-            plain = sentence.isascii() and sentence[:1].isupper() and not any(x in sentence for x in ("(", "--", "->"))
-            if plain and len(sentence) in _LENGTHS:
-                found.setdefault(f"{sentence}.", f"{module}.{name}")
+        path = Path(sysconfig.get_path("stdlib")) / f"{module}.py"
+        for node in ast.parse(path.read_text(encoding="utf-8")).body if path.is_file() else ():
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                text = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+                sentence = text.split(". ")[0].rstrip(".")
+                plain = sentence.isascii() and sentence[:1].isupper()
+                if plain and len(sentence) in _LENGTHS and not any(x in sentence for x in ("(", "--", "->")):
+                    found.setdefault(f"{sentence}.", f"{module}.{node.name}")
     if len(found) < 4:
-        raise QuantizeStateError("the stand-in questions are made from docstrings, which python -OO leaves out")
+        raise QuantizeStateError("the stand-in questions are made from the standard library's sources; this has none")
     return tuple(sorted((name, sentence) for sentence, name in found.items()))
 
 
