@@ -2,14 +2,15 @@
 
     torchrun --nproc-per-node 2 -m quantize_state eval MODEL --sequences 8
 
-Documents are dealt out to the processes, and the first one merges what they measured. Without torchrun there is one
-process, and nothing here does anything.
+Documents or questions are dealt out to the processes, and the first one merges what they measured; ``accelerate
+launch`` starts them just as well. Without either there is one process, and nothing here does anything.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from ..quant.errors import InvalidValueError, QuantizeStateError
@@ -25,7 +26,11 @@ class Team:
 
     @classmethod
     def join(cls) -> Team:
-        """The team that the environment describes; the first call connects the processes (NCCL on GPUs, else gloo)."""
+        """The team that the environment describes; the first call connects the processes.
+
+        Through gloo on any device, as they exchange no tensors of a model, and for as long as it takes: one process
+        may be hours behind the others, for which NCCL would give up.
+        """
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls()
@@ -41,7 +46,7 @@ class Team:
                 )
             if gpus:
                 torch.cuda.set_device(local)
-            distributed.init_process_group("nccl" if gpus else "gloo")
+            distributed.init_process_group("gloo", timeout=timedelta(weeks=4))
         return cls(distributed.get_rank(), size)
 
     @property
@@ -79,6 +84,13 @@ class Team:
             raise box[1]
         return box[0]
 
+    def wait(self) -> None:
+        """Return when all processes have come here."""
+        if self.size > 1:
+            from torch import distributed
+
+            self._together(distributed.barrier)
+
     def leave(self) -> None:
         """Disconnect, when all is done."""
         if self.size > 1:
@@ -87,13 +99,13 @@ class Team:
             if distributed.is_initialized():
                 distributed.destroy_process_group()
 
-    def _together(self, call: Callable[[], None]) -> None:
+    def _together(self, call: Callable[[], Any]) -> None:
         try:
             call()
         except RuntimeError as error:  # torch's DistBackendError among them
             raise QuantizeStateError(
                 f"process {self.rank} of {self.size} lost the others ({str(error).splitlines()[0]}): one of them ended "
-                "early, and its own message says why. Finished documents are kept in --out; run the same again"
+                "early, and its own message says why. What was finished is kept in --out; run the same again"
             ) from error
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import csv
 import dataclasses
+import importlib
 import inspect
 import json
 import os
-import pydoc
 import random
 import re
 import signal
@@ -35,6 +35,7 @@ from quantize_state.evals.questions.plan import Plan, Source
 from quantize_state.evals.questions.result import RESEEDED, QuestionsResult
 from quantize_state.evals.questions.sampling import RowStops, SeededSampling
 from quantize_state.evals.questions.store import Answer, AnswerStore, read_answers
+from quantize_state.evals.team import Team
 from quantize_state.quant.errors import FileFormatError, InvalidValueError, QuantizeStateError
 from quantize_state.quant.rounding import derive_seeds
 
@@ -145,7 +146,9 @@ def test_the_stand_in_says_what_it_is_and_holds_its_answers():
         assert "not GPQA" in row["High-level domain"] and "not GPQA" in row["Record ID"]
         assert len({row[column] for column in COLUMNS[1:]}) == 4
         asked, sentence = row["Question"].rpartition("What does ")[2].removesuffix(" do?"), row["Correct Answer"]
-        assert inspect.getdoc(pydoc.locate(asked)).replace("\n", " ").startswith(sentence[:-1]), "true in itself"
+        module, function = asked.split(".")
+        source = " ".join(inspect.getsource(importlib.import_module(module)).split())
+        assert re.search(rf'def {function}\b.*?"""\s*{re.escape(sentence[:-1])}', source), "true in itself"
     assert len({row["Question"] for row in full}) == 30
     far = [len(row["Question"]) for row in full]
     assert min(far[3::4]) > max(far[2::4]) > max(far[0::4]), "one in four across each distance"
@@ -447,6 +450,17 @@ def test_two_processes_share_the_questions_and_give_what_one_gives(loaded, tmp_p
     assert two.arms[0].repeats == one.arms[0].repeats and two.questions == one.questions
     assert done.stdout.count("result.json") == 1, "the first process alone reports"
     assert two.task.stand_in and "this is not GPQA" in (tmp_path / "two" / "report.html").read_text()
+
+
+def test_processes_share_what_all_have_read_before_one_answers(loaded, tmp_path, monkeypatch):
+    """A process that read the answers later than another began would share out fewer questions, and lose some."""
+    events = []
+    enter, append = AnswerStore.__enter__, AnswerStore.append
+    monkeypatch.setattr(AnswerStore, "__enter__", lambda self: (events.append("read"), enter(self))[1])
+    monkeypatch.setattr(AnswerStore, "append", lambda self, answers: (events.append("answer"), append(self, answers)))
+    monkeypatch.setattr(Team, "wait", lambda self: events.append("wait"))
+    asked(loaded, tmp_path, ["reference"], count=2, cap=1, batch_size=1)
+    assert events == ["read", "wait", "answer", "answer", "wait"]
 
 
 # other tasks

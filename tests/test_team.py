@@ -86,6 +86,7 @@ def test_a_process_that_dies_fails_the_run_and_finished_documents_are_resumed(tm
 def test_what_a_team_is(monkeypatch):
     assert Team().share(5) == [0, 1, 2, 3, 4] and Team().first
     assert Team(1, 2).share(5) == [1, 3] and Team(2, 4).share(2) == []
+    assert Team().agree(lambda: 3) == 3 and Team().gather(4) == [4] and Team().wait() is None
     with pytest.raises(InvalidValueError, match="device-map"):
         evaluate("tiny-gdn", device_map="auto", team=Team(0, 2))
 

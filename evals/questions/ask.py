@@ -23,13 +23,13 @@ from ..measure import ArmPolicy, policy_of
 from ..models import LoadedModel, load_model
 from ..records import digest
 from ..rundir import RunDirectory
+from ..team import Team
 from . import result as r
 from .assemble import ArmCells, Cell, answer_word, arms_of, status_of
 from .harness import Harness, Question, load_task
 from .lm import PairedLM, Sampling
 from .pairing import text_hash
 from .plan import Plan, Source
-from .ranks import Ranks
 from .store import Answer, AnswerStore, read_answers
 
 Progress = Callable[[str, int, int], None]
@@ -49,21 +49,23 @@ def ask(
     device: str = "auto",
     dtype: str = "auto",
     trust_remote_code: bool = False,
-    ranks: Ranks | None = None,
+    team: Team | None = None,
     progress: Progress | None = None,
 ) -> r.QuestionsResult | None:
     """Ask every arm, and return the result; None in all processes but the first.
 
     ``out`` holds each answer from the moment it is finished. A run that was stopped goes on where it was, and a
-    finished one takes in more arms, questions or repeats. Raises QuantizeStateError for whatever is wrong.
+    finished one takes in more arms, questions or repeats. ``team`` are the processes that share the questions, by
+    default those that torchrun started; they exchange no answers, which are on disk. Raises QuantizeStateError for
+    whatever is wrong.
     """
-    ranks = ranks or Ranks()
+    team = Team.join() if team is None else team
     policies = _arm_policies(arms, plan)
     started = provenance.now()
     if isinstance(model, LoadedModel):
         loaded = model
     else:
-        loaded = load_model(model, device=ranks.device(device), dtype=dtype, trust_remote_code=trust_remote_code)
+        loaded = load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     with ExitStack() as stack:
         handle = stack.enter_context(attach(loaded.model, "reference", path="replay"))
         for policy in policies.values():  # recipes name layers: all must be there before hours are spent
@@ -96,18 +98,17 @@ def ask(
         about = _about(harness, source, plan)
         configuration = _configuration(loaded, about, plan)
         run = RunDirectory(out, configuration)
-        if ranks.first:
-            stack.enter_context(run)
-        ranks.wait()
-        with AnswerStore(run.path / "arms", ranks.rank) as store:
+        team.agree(lambda: _open(stack, run))
+        with AnswerStore(run.path / "arms", team.rank) as store:
+            team.wait()  # all must have read the same answers, before anyone adds one, to share the rest alike
             index, count = plan.shard
             mine = asked[index - 1 :: count]
             for name, policy in policies.items():
                 _check_policy(store, name, policy)
                 handle.use(policy_of(policy))
-                _ask_arm(lm, harness, mine, name, policy, plan.repeats, store, ranks, progress)
-        ranks.wait()
-        if not ranks.first:
+                _ask_arm(lm, harness, mine, name, policy, plan.repeats, store, team, progress)
+        team.wait()
+        if not team.first:
             return None
         result = _result(run, loaded, handle, harness, asked, policies, about, plan, source, started)
         return _finish(run, result)
@@ -121,15 +122,15 @@ def _ask_arm(
     policy: ArmPolicy,
     repeats: int,
     store: AnswerStore,
-    ranks: Ranks,
+    team: Team,
     progress: Progress | None,
 ) -> None:
     """Answer what is not answered yet; longest prompts first, as lm-eval does, so that memory runs out at once."""
     wanted = [(question, repeat) for repeat in range(repeats) for question in questions]
     pending = [(q, repeat) for q, repeat in wanted if (name, q.id, repeat) not in store.answers]
     pending.sort(key=lambda pair: -len(pair[0].prompt))
-    pending = pending[ranks.rank :: ranks.world]
-    done = len(wanted) // ranks.world - len(pending)
+    pending = [pending[i] for i in team.share(len(pending))]
+    done = len(wanted) // team.size - len(pending)
     stream = name if name == r.RESEEDED else "answer"
     for first in range(0, len(pending), lm.batch_size):
         batch = pending[first : first + lm.batch_size]
@@ -165,6 +166,10 @@ def _ask_arm(
         store.append(records)
         if progress is not None:
             progress(name, max(0, done) + first + len(batch), max(0, done) + len(pending))
+
+
+def _open(stack: ExitStack, run: RunDirectory) -> None:
+    stack.enter_context(run)
 
 
 def _arm_policies(arms: Any, plan: Plan) -> dict[str, ArmPolicy]:

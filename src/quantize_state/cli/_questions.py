@@ -125,17 +125,17 @@ def ask_and_report(args: argparse.Namespace, tasks: list[tuple[str, Source, Path
 
     from ..evals.models import load_model
     from ..evals.questions.ask import ask
-    from ..evals.questions.ranks import Ranks
     from ..evals.questions.table import print_table
     from ..evals.report import write_reports
     from ..evals.rundir import fresh_folder
+    from ..evals.team import Team
 
     quiet_transformers()
-    arms, ranks = arms_of(args), Ranks()
-    out = Path(ranks.same(args.out if args.out is not None else str(fresh_folder(args.model))))
+    arms, team = arms_of(args), Team.join()
+    out = team.agree(lambda: Path(args.out) if args.out is not None else fresh_folder(args.model))
     loaded = load_model(
         args.model,
-        device=ranks.device(args.device),
+        device=args.device,
         dtype=args.dtype,
         trust_remote_code=args.trust_remote_code,
     )
@@ -145,7 +145,7 @@ def ask_and_report(args: argparse.Namespace, tasks: list[tuple[str, Source, Path
             folder = out if below is None else out / below
             bar = Progress(
                 TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("answers"),
-                TimeElapsedColumn(), console=errors, disable=not (errors.is_terminal and ranks.first),
+                TimeElapsedColumn(), console=errors, disable=not (errors.is_terminal and team.first),
             )  # fmt: skip
             shown: dict[str, Any] = {}
 
@@ -155,7 +155,7 @@ def ask_and_report(args: argparse.Namespace, tasks: list[tuple[str, Source, Path
                 bar.update(shown[what], completed=done)
 
             with bar:
-                result = ask(loaded, task, arms, source, plan, folder, ranks=ranks, progress=show)
+                result = ask(loaded, task, arms, source, plan, folder, team=team, progress=show)
             if result is None:
                 continue
             reports = write_reports(result, folder)
@@ -165,5 +165,5 @@ def ask_and_report(args: argparse.Namespace, tasks: list[tuple[str, Source, Path
                 print_table(result)
                 print("", folder / "result.json", *reports, sep="\n")
     finally:
-        ranks.leave()
+        team.leave()
     return 0
