@@ -134,6 +134,56 @@ def test_the_detectable_difference_is_found_in_8_of_10_runs():
     assert 0.72 <= found / runs <= 0.88
 
 
+def test_questions_that_differ_are_not_taken_for_many_answers():
+    """An arm that helps some questions and harms others: answers of one question go together, and are one draw."""
+    random, runs, n, repeats = np.random.default_rng(6), 400, 60, 8
+    clustered = naive = 0
+    for run in range(runs):
+        chance = random.choice([0.0, 0.5], p=[0.7, 0.3], size=(n, 1)) * random.choice([-1, 1], size=(n, 1))
+        d = np.sign(chance) * (random.random((n, repeats)) < np.abs(chance))
+        low, high = s.difference_interval(s.of_questions(d), repeats, resamples=500, seed=run)
+        clustered += low <= 0 <= high
+        low, high = s.difference_interval(d.reshape(-1), resamples=500, seed=run)
+        naive += low <= 0 <= high
+    assert COVERAGE[0] <= clustered / runs <= COVERAGE[1]
+    assert naive / runs < 0.8, "a check that can't fail: answers taken one by one cover as well"
+
+
+def test_under_no_difference_mcnemar_errs_in_at_most_5_of_100():
+    random, runs = np.random.default_rng(7), 4000
+    changed = random.binomial(198, 0.2, runs)
+    better = random.binomial(changed, 0.5)
+    errs = sum(s.mcnemar(b, n - b) < 0.05 for b, n in zip(better.tolist(), changed.tolist(), strict=True)) / runs
+    assert 0.015 < errs <= 0.05, "an exact test is careful, but not asleep"
+
+
+@pytest.mark.parametrize("repeats", [1, 4])
+def test_95_of_100_intervals_cover_the_accuracy_of_all_such_questions(repeats):
+    random, covered, runs = np.random.default_rng(8), 0, 1000
+    for _ in range(runs):
+        chance = random.beta(1.0, 0.8, (100, 1))  # questions of all difficulties, from a set with mean 1 / 1.8
+        low, high = s.accuracy_interval((random.random((100, repeats)) < chance).astype(float))
+        covered += low <= 1 / 1.8 <= high
+    assert COVERAGE[0] <= covered / runs <= COVERAGE[1]
+
+
+def test_with_as_many_repeats_as_it_says_a_point_is_found_in_8_of_10_runs():
+    random, n, between, within, runs = np.random.default_rng(9), 198, 0.001, 0.05, 400
+
+    def answers(mean: float, repeats: int) -> np.ndarray:
+        of_question = random.normal(mean, math.sqrt(between), (n, 1))
+        return of_question + random.normal(0, math.sqrt(within), (n, repeats))
+
+    exact = s.Spread(0.0, between, within, n, 4.0).repeats_to_detect(0.01)
+    asked = [s.spread(answers(0, 8)).repeats_to_detect(0.01) for _ in range(40)]
+    assert 0.6 * exact <= np.median([x or math.inf for x in asked]) <= 1.6 * exact
+    found = 0
+    for run in range(runs):
+        _, high = s.difference_interval(s.of_questions(answers(-0.01, exact)), exact, resamples=500, seed=run)
+        found += high < 0
+    assert 0.74 <= found / runs <= 0.86
+
+
 def test_the_spread_tells_questions_from_repeats():
     random = np.random.default_rng(4)
     between, within, n, repeats = 0.04, 0.25, 4000, 5
