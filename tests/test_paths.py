@@ -56,7 +56,7 @@ def make(family, fills, window=4, **options):
     if state.copy is not None:
         for slot, fill in enumerate(fills):
             if fill == STALE:
-                other = torch.randn(1, *state.checkpoint.shape[1:], generator=torch.Generator().manual_seed(slot))
+                other = torch.randn(1, *state.checkpoint.shape[1:], generator=torch.Generator().manual_seed(100 + slot))
                 index = torch.tensor([slot])
                 state.copy.write_(index, encode(other, *state.policy.how(state.policy.read)))
                 state.cursor[slot] = STALE
@@ -145,7 +145,7 @@ def test_the_operator_takes_a_path():
         return ops.decode_step(pool, q, k, v, beta, g, slots, layer, "standard") + 1.0
 
     y = torch.compile(model, backend="aot_eager", fullgraph=True)(ops.pool_of(state), *vars(inputs).values(), slots)
-    assert torch.equal(y, expected + 1.0) and torch.equal(state.cursor, clone.cursor)
+    assert torch.equal(y, expected + 1.0) and state.cursor.tolist() == clone.cursor.tolist() == [STALE, STALE]
     assert torch.equal(state.checkpoint.codes, clone.checkpoint.codes)
 
 

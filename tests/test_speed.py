@@ -28,6 +28,7 @@ from quantize_state.kernels.timing import COLD, Sample, cut, schedule, slots_nee
 from quantize_state.quant.errors import FileFormatError, InvalidValueError, QuantizeStateError
 from quantize_state.quant.policy import StatePolicy, parse_arm
 from quantize_state.quant.spec import LayerSpec
+from quantize_state.quant.state import STALE
 
 ROOT = Path(__file__).resolve().parent.parent
 CPU = torch.device("cpu")
@@ -358,6 +359,19 @@ def test_tables_and_plot(result, capsys, tmp_path):
     assert table.main([str(tmp_path / "nowhere.json"), "--out", str(tmp_path)]) == 2
     only = replace(found, cases=[c for c in found.cases if c.arm != "standard"])
     assert speedup_svg([only]) is None and "speed.svg" not in table.markdown_page([only], None)
+
+
+@interpreted
+def test_auto_is_timed_on_slots_that_come_from_the_standard_kernel():
+    """Not on rings that are full, whose tokens it would apply first: that is one step of many."""
+    spec, policy = TINY["mamba2"], StatePolicy(read="nvfp4", window=3)
+    pool = checks.random_state(spec, policy, 6, seed=0)
+    arm = measure.Arm(measure.Bench(Clock(), CPU, (), l2=1), spec, policy, 2, pool)
+    launches, before = arm.launches("auto")
+    before()
+    assert set(pool.cursor.tolist()) == {STALE}
+    launches[0]()
+    assert set(pool.cursor.tolist()) == {STALE} and (pool.position == 101).sum() == 2
 
 
 @interpreted
