@@ -18,7 +18,7 @@ from quantize_state.evals.questions import result as r
 from quantize_state.evals.questions.assemble import Cell, answer_word, arms_of, cells_of, merge
 from quantize_state.evals.questions.result import RESEEDED, QuestionsResult
 from quantize_state.evals.questions.verdict import judge
-from quantize_state.evals.questions.view import arm_rows, flip_rows
+from quantize_state.evals.questions.view import arm_rows, flip_rows, method
 from quantize_state.evals.report import read_result, render_html, render_markdown
 from quantize_state.evals.result import Policy
 from quantize_state.quant.errors import FileFormatError, InvalidValueError, QuantizeStateError
@@ -61,6 +61,23 @@ def test_counts_by_hand():
     assert d.mean == pytest.approx(-0.1) and d.mcnemar_p == 1.0 and d.at_least
     assert (arm.accuracy.mean, arm.accuracy.unparsed, arm.accuracy.cut_off) == (0.4, 1, 1)
     assert made.reference.difference is None and made.reference.accuracy.mean == 0.5
+
+
+def test_lengths_by_hand(result):
+    """Mean and median over all answers; the difference question by question, with the interval of its mean."""
+    own = r.matrix(result.reference, "tokens")
+    for arm in result.arms:
+        tokens = r.matrix(arm, "tokens")
+        assert (arm.lengths.mean, arm.lengths.median) == pytest.approx((tokens.mean(), np.median(tokens)))
+        if arm is result.reference:
+            assert arm.lengths.difference is None and arm.lengths.ci95 is None
+            continue
+        longer = (tokens - own).mean(1)
+        assert arm.lengths.difference == pytest.approx(longer.mean())
+        if arm.name == "coupled-nvfp4":  # whose answers nearly all changed: the normal formula is near the bootstrap
+            half = 1.96 * longer.std(ddof=1) / np.sqrt(len(longer))
+            expected = (longer.mean() - half, longer.mean() + half)
+            assert arm.lengths.ci95 == pytest.approx(expected, abs=0.15 * half)
 
 
 def test_an_answer_of_no_letter_is_kept_as_a_hash():
@@ -142,6 +159,8 @@ def test_facts_name_the_other_arms_the_floor_and_the_cap(result):
     assert re.search(r"Below the reference: coupled-nvfp4 −\d+\.\d points", text)
     assert "Noise floor: the reference with other seeds" in text and "The untouched model" in text
     assert "The cap of 4,500 tokens cut off" in text
+    assert re.search(r"another mean length than the reference's: .*coupled-nvfp4 \+\d+\.\d tokens \(\+\d", text)
+    assert "replay-fp32 +" not in text.partition("another mean length")[2], "its interval holds zero"
     greedy = dataclasses.replace(result, task=dataclasses.replace(result.task, temperature=0.0))
     without = dataclasses.replace(greedy, arms=[arm for arm in result.arms if arm.name != RESEEDED])
     assert "Nothing was sampled" in " ".join(judge(without).facts)
@@ -165,6 +184,21 @@ def test_flips_are_those_of_the_answers(result):
     for row in shown.values():
         if row["forest"]:
             assert 0 <= row["forest"]["low"] <= row["forest"]["mean"] <= row["forest"]["low"] + row["forest"]["width"]
+
+
+def test_a_report_without_flips_does_not_speak_for_other_seeds(result):
+    like = dataclasses.replace(result.arm("decoupled-fp8"), repeats=result.reference.repeats)
+    same = dataclasses.replace(result, arms=[result.reference, like, result.arm(RESEEDED)])
+    for text in (render_html(same), render_markdown(same)):
+        assert "None: every arm with the reference" in text and "seeds was right exactly where" in text
+    alone = dataclasses.replace(same, arms=same.arms[:2])
+    assert "None: every arm was right exactly" in render_markdown(alone)
+
+
+def test_the_method_says_what_ends_an_answer(result):
+    task = dataclasses.replace(result.task, until=["</s>", "\n"])
+    text = " ".join(method(dataclasses.replace(result, task=task)))
+    assert 'end-of-text token or "</s>" or "\\n", and has at most 4,500 tokens' in text
 
 
 def test_reports_show_the_numbers_and_escape_what_others_named(result):

@@ -219,3 +219,20 @@ def test_lengths_are_compared_question_by_question():
     expected = stats.t.interval(0.95, 299, (arm - reference).mean(), stats.sem(arm - reference))
     assert (low, high) == pytest.approx(expected, abs=0.5)
     assert s.mean_interval(np.zeros(50)) == (0.0, 0.0)
+
+
+def test_a_few_longer_answers_are_no_finding():
+    """As for scores: five against none is p = 0.06, and plain resampling calls four of them significant."""
+    for longer, excluded in ((3, False), (5, False), (6, True), (8, True)):
+        d = np.array([40.0] * longer + [0.0] * (198 - longer))
+        assert (s.mean_interval(d)[0] > 0.05) == excluded, longer  # a tenth of a token is what reports show
+
+
+@pytest.mark.parametrize("changing", [0.05, 0.5])
+def test_under_no_difference_95_of_100_intervals_of_lengths_cover_zero(changing):
+    random, covered, runs = np.random.default_rng(10), 0, 1000
+    for run in range(runs):
+        size = random.lognormal(3, 0.6, 198) * random.choice([-1.0, 1.0], 198)  # some answers grow or shrink a lot
+        low, high = s.mean_interval(np.where(random.random(198) < changing, size, 0.0), resamples=1000, seed=run)
+        covered += low <= 0 <= high
+    assert COVERAGE[0] <= covered / runs <= (COVERAGE[1] if changing > 0.1 else 1.0)

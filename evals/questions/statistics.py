@@ -103,11 +103,17 @@ def difference_interval(
 
 
 def mean_interval(values: Floats, *, resamples: int = 4000, seed: int = 0) -> tuple[float, float] | None:
-    """The 95 % interval of the mean of per-question values of any size, such as lengths: bootstrap over questions."""
+    """The 95 % interval of the mean of per-question differences of any size, such as lengths: bootstrap over questions.
+
+    Two questions are added here too, as far above the mean and below it as those are that changed: otherwise four
+    answers that grew, and none that shrank, would be a finding. Where nothing changed, the interval is zero wide.
+    """
     values = values[~np.isnan(values)]
     if len(values) < MIN_QUESTIONS:
         return None
-    return _bootstrap(values, resamples, seed)
+    mean, changed = values.mean(), values[values != 0]
+    size = math.sqrt(float(((changed - mean) ** 2).mean())) if len(changed) else 0.0
+    return _bootstrap(np.concatenate([values, [mean + size, mean - size]]), resamples, seed)
 
 
 def mcnemar(better: int, worse: int) -> float:

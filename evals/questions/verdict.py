@@ -160,7 +160,19 @@ def _lengths(result: QuestionsResult, subject: Arm | None) -> str:
         )
         if max(mine.cut_off / mine.answers, theirs.cut_off / theirs.answers) > 0.05:
             parts.append("So the accuracy above is that of capped answers.")
+    if away := [_longer(arm) for arm in result.arms if arm is not subject and _longer(arm)]:
+        parts.append(f"Answers of another mean length than the reference's: {'; '.join(away)}.")
     return " ".join(parts)
+
+
+def _longer(arm: Arm) -> str:
+    """By how much an arm's answers are longer or shorter, where the interval as it is shown says that they are."""
+    if arm.lengths is None or arm.lengths.difference is None or arm.lengths.ci95 is None:
+        return ""
+    low, high = arm.lengths.ci95
+    if low < 0.05 and high > -0.05:
+        return ""
+    return f"{arm.name} {signed(arm.lengths.difference)} tokens ({signed(low)} to {signed(high)})"
 
 
 def points(value: float, *, sign: bool = False) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from .. import formatting as f
@@ -30,6 +31,7 @@ def page(result: QuestionsResult) -> dict[str, Any]:
         "axis": _axis_labels(result),
         "generated": result.task.form == "generate",
         "flips": flips[:SHOWN_FLIPS],
+        "flips_left_out": any(arm.name == RESEEDED for arm in result.arms),
         "hidden_flips": max(0, len(flips) - SHOWN_FLIPS),
         "flip_arms": [arm.name for arm in result.arms],
         "method": method(result),
@@ -185,8 +187,8 @@ def method(result: QuestionsResult) -> list[str]:
             + ", with random numbers that belong to question, repeat and step: the same in every arm and batch."
         )
         sentences += [
-            f"{how} An answer has at most {task.cap:,} tokens; answers that reached the cap are counted as cut off, "
-            "and scored as they stand.",
+            f"{how} An answer ends with the model's end-of-text token{_ends(task.until)}, and has at most {task.cap:,} "
+            "tokens; answers that reached the cap are counted as cut off, and scored as they stand.",
             "Prompts are read exactly in FP32, as a server prefills them; only the tokens of the answer are decoded "
             "with the arm's state.",
         ]
@@ -206,6 +208,11 @@ def method(result: QuestionsResult) -> list[str]:
         "spread of this run's own differences.",
     ]
     return sentences
+
+
+def _ends(texts: Sequence[str]) -> str:
+    """Texts that end an answer, as they would be typed."""
+    return "".join(f" or {json.dumps(text, ensure_ascii=False)}" for text in texts)
 
 
 def provenance(result: QuestionsResult) -> list[tuple[str, str]]:
