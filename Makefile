@@ -36,7 +36,7 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	@touch $@
 
 test-vllm: $(VLLM)/.installed
-	$(VLLM)/bin/python -m pytest -n 0 tests/test_vllm.py
+	$(VLLM)/bin/python -m pytest -n 2 --dist loadfile tests/test_vllm.py tests/test_vllm_eval.py
 
 check: setup
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ The logits of one arm and of the reference are held in memory: 8 bytes · sequen
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -21,13 +22,14 @@ import torch
 from torch import Tensor
 
 from ..adapters import attach
-from ..integrations.vllm.serving import check_servable
+from ..integrations.vllm import PATH_VARIABLE, VARIABLE, register
+from ..integrations.vllm.serving import check_servable, policies_of, untouched
 from ..quant.errors import QuantizeStateError
 from ..quant.policy import StatePolicy, parse_arm
 from ..quant.recipe import Recipe
 from . import provenance
 from .metrics import Evidence, KLMeter
-from .models import load_model, resolve_source
+from .models import input_device, load_model, resolve_source
 from .records import to_plain
 from .rollout import Rollout
 from .text import load_text, tokenise
@@ -50,12 +52,14 @@ def compare(
     seed: int = 0,
     device: str = "auto",
     dtype: str = "auto",
+    device_map: str | None = None,
     trust_remote_code: bool = False,
     progress: Callable[[str], None] = lambda what: None,
 ) -> dict[str, Any]:
     """KL, agreement and perplexity of each arm, by both paths, as what result.json holds.
 
-    Arguments as of ``evaluate``. Raises QuantizeStateError for arms that can't be served, and where an engine fails.
+    Arguments as of ``evaluate``; with a ``device_map``, vLLM shares the model between all GPUs (tensor parallel).
+    Raises QuantizeStateError for arms that can't be served, and where an engine fails.
     """
     named = arms if isinstance(arms, Mapping) else {name: name for name in arms}
     policies: dict[str, StatePolicy | Recipe] = {
@@ -67,7 +71,7 @@ def compare(
         check_servable(Recipe.of(policy), name)
     started = provenance.now()
     source = load_text(text)
-    loaded = load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    loaded = load_model(model, device=device, dtype=dtype, device_map=device_map, trust_remote_code=trust_remote_code)
     ids = torch.tensor(tokenise(loaded.tokenizer, source.text, PROMPT + tokens, sequences, seed))
     weights_dtype = str(loaded.model.dtype).removeprefix("torch.")
     found: dict[str, dict[str, Any]] = {name: {"name": name} for name in policies}
@@ -81,8 +85,16 @@ def compare(
 
     through("transformers", _through_transformers, loaded.model)
     name, sha256, device_type = loaded.name, loaded.sha256, loaded.model.device.type
-    del loaded  # its memory is for the engines
-    options = {"dtype": weights_dtype, "trust_remote_code": trust_remote_code, "device": device_type}
+    del loaded  # its memory is for the engines, which are other processes
+    gc.collect()
+    if device_type == "cuda":
+        torch.cuda.empty_cache()
+    options = {
+        "dtype": weights_dtype,
+        "trust_remote_code": trust_remote_code,
+        "device": device_type,
+        "tensor_parallel_size": max(torch.cuda.device_count(), 1) if device_map is not None else 1,
+    }
     with tempfile.TemporaryDirectory() as folder:
         through("vllm", _through_vllm, resolve_source(model), Path(folder), options)
     return {
@@ -125,7 +137,7 @@ def _through_transformers(policy: StatePolicy | Recipe | None, ids: Tensor, mode
     """Logits [B, N − 1, vocabulary] of the tokens after the prompt and the one that it predicts."""
     with attach(model, "reference", path="replay") as handle:
         rollout = Rollout(handle, StatePolicy(window=1) if policy is None else policy)
-        ids = ids.to(model.device)
+        ids = ids.to(input_device(model))
         rollout.prefill(ids[:, :PROMPT])
         return rollout.advance(ids[:, PROMPT:-1]).float().cpu()
 
@@ -154,12 +166,16 @@ def _serve(model: str, policy: StatePolicy | Recipe | None, ids: list[list[int]]
     on_cpu = options.pop("device") == "cpu"
     if on_cpu:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    from .plugin import activate
-
-    activate(policy, path="replay")
+    # As a user says it, so that every process of the engine follows; and no arm follows what the user said outside.
+    os.environ.pop(VARIABLE, None)
+    if policy is not None:
+        recipe = target.with_suffix(".yaml")
+        recipe.write_text(Recipe.of(policy).to_yaml(), encoding="utf-8")
+        os.environ |= {VARIABLE: str(recipe), PATH_VARIABLE: "replay"}
+        register()
     from vllm import LLM
 
-    from .forcing import Forced, forced_logits
+    from ..integrations.vllm.forcing import Forced, forced_logits, layers_with_copies
 
     llm = LLM(
         model=model,
@@ -173,6 +189,12 @@ def _serve(model: str, policy: StatePolicy | Recipe | None, ids: list[list[int]]
         disable_log_stats=True,
         **options,
     )
+    served = policy is not None and not all(map(untouched, policies_of(Recipe.of(policy))))
+    if served and not all(layers_with_copies(llm)):
+        raise QuantizeStateError(
+            "a worker of the engine runs without the plugin, as if no policy had been asked for; vLLM finds it where "
+            "quantize-state is installed (pip install) and VLLM_PLUGINS, if it is set, names quantize_state"
+        )
     logits = forced_logits(llm, [row[:PROMPT] for row in ids], [row[PROMPT:] for row in ids])
     np.save(target, torch.stack(logits)[:, 1:].numpy())  # the first row comes from prefill
 

@@ -3,42 +3,21 @@
 Runs where vLLM is installed (``make test-vllm``); see docs/vllm.md for what only a GPU can show.
 """
 
-import gc
-import os
+import logging
 from contextlib import contextmanager
 
 import pytest
-
-os.environ |= {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
-pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm` makes an environment that has it")
-
-import logging
-
 import torch
-import vllm.model_executor.models.registry as registry
-from vllm import LLM
+from vllm_engine import EXACT, engine, largest_difference, layers_of, mean_kl, texts, through_transformers
 from vllm_models import MODELS, VOCABULARY, write_model
 
 from quantize_state.integrations.vllm import calculators, checks
-from quantize_state.integrations.vllm.forcing import Forced, forced_logits
+from quantize_state.integrations.vllm.forcing import forced_logits
 from quantize_state.integrations.vllm.layer import ReadCopy
 from quantize_state.integrations.vllm.plugin import activate, plugin
 from quantize_state.kernels.step import folded
 from quantize_state.quant.errors import QuantizeStateError
 from quantize_state.quant.policy import parse_arm
-
-# A subprocess per architecture, which takes longer than the engine; there is no GPU here to be kept uninitialised.
-registry._run_in_subprocess = lambda function: function()
-
-EXACT = 2e-4
-"""Largest difference of a logit (their standard deviation is about 1.6) between vLLM's FP32 step and an exact copy:
-the same sums in another order, through up to three layers."""
 
 BF16 = 2**-7
 """One unit in the last place of bfloat16, relative to the largest value: vLLM rounds a step's outputs to it."""
@@ -58,54 +37,8 @@ def models(tmp_path_factory):
     return {name: write_model(name, folder) for name in MODELS}
 
 
-@contextmanager
-def engine(path, policy, dtype="float32", **given):
-    """An engine of vLLM under ``policy``, None for vLLM as it is."""
-    activate(policy)
-    options = {
-        "model": str(path),
-        "dtype": dtype,
-        "enforce_eager": True,
-        "max_model_len": 512,
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 512,
-        "enable_prefix_caching": False,
-        "skip_tokenizer_init": True,
-        "async_scheduling": False,
-        "logits_processors": [Forced],
-        "disable_log_stats": True,
-    }
-    llm = LLM(**options | given)
-    try:
-        yield llm
-    finally:
-        activate(None)
-        llm.llm_engine.engine_core.shutdown()
-        del llm
-        gc.collect()
-
-
-def layers_of(llm):
-    context = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-    return [layer for layer in context.values() if getattr(layer, "read_copy", None) is not None]
-
-
 def scheduler_of(llm):
     return llm.llm_engine.engine_core.engine_core.scheduler
-
-
-def texts(*lengths, seed=0):
-    rng = torch.Generator().manual_seed(seed)
-    return [torch.randint(2, 48, (n,), generator=rng).tolist() for n in lengths]
-
-
-def largest_difference(found, expected):
-    return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
-
-
-def mean_kl(reference, other):
-    p, q = (torch.cat(logits).double().log_softmax(-1) for logits in (reference, other))
-    return float((p.exp() * (p - q)).sum(-1).mean())
 
 
 @pytest.mark.parametrize("name", ["mamba2", "falcon_h1", "granitemoehybrid"])
@@ -270,26 +203,6 @@ def test_isolation(models, monkeypatch):
     assert len(checkpoints) == len(others) > 40
     assert all(torch.equal(a, b) for a, b in zip(checkpoints, others, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(outputs, spoiled_outputs, strict=True))
-
-
-def through_transformers(path, arm, prompts, tokens, dtype=torch.float32):
-    """The same logits by an attached model of transformers: prompts exactly, then decode."""
-    import transformers
-
-    from quantize_state import attach
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-    logits = []
-    with torch.no_grad(), attach(model, arm) as handle:
-        for prompt, known in zip(prompts, tokens, strict=True):
-            out = model(torch.tensor([prompt]), use_cache=True)
-            rows, cache = [out.logits[:, -1:]], out.past_key_values
-            for token in known[:-1]:
-                out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
-                rows.append(out.logits)
-            logits.append(torch.cat(rows, dim=1)[0].float())
-        handle.teacher_forced = False
-    return logits
 
 
 def test_the_same_kl_through_vllm_and_through_transformers(models, calm):

@@ -6,7 +6,9 @@ its GDN kernels blocks of 64 or more, and its mixtures of experts are left out.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -132,4 +134,28 @@ def write_model(name: str, folder: Path, *, seed: int = 0) -> Path:
             if hasattr(module, "A_log") and hasattr(module, "dt_bias"):
                 _initialise_decay(module)
     model.to(getattr(torch, tiny.dtype)).save_pretrained(target)
+    return target
+
+
+def with_experts(source: Path, target: Path) -> Path:
+    """A dense Qwen3-Next model, the embedded tiny-gdn, so that vLLM loads it: it wants a layer with experts.
+
+    The last layer's MLP becomes two equal experts, which compute the same whatever the router says.
+    """
+    old = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    config = copy.deepcopy(old.config)
+    config.mlp_only_layers = list(range(config.num_hidden_layers - 1))
+    config.num_experts = config.num_experts_per_tok = 2
+    config.moe_intermediate_size = config.intermediate_size
+    new = transformers.Qwen3NextForCausalLM(config)
+    dense, experts = old.model.layers[-1].mlp, new.model.layers[-1].mlp
+    new.load_state_dict(old.state_dict(), strict=False)
+    with torch.no_grad():
+        experts.experts.gate_up_proj.copy_(torch.cat([dense.gate_proj.weight, dense.up_proj.weight]))
+        experts.experts.down_proj.copy_(dense.down_proj.weight)
+        for weight in (*experts.gate.parameters(), *experts.shared_expert.parameters()):
+            weight.zero_()
+    new.to(torch.bfloat16).save_pretrained(target)
+    for file in source.glob("tokenizer*"):
+        shutil.copy(file, target)
     return target

@@ -158,9 +158,8 @@ def _through_vllm(args: argparse.Namespace, arms: dict[str, Any]) -> int:
         raise InvalidValueError("--engine vllm needs vLLM; `pip install quantize-state[vllm]` brings it")
     if args.generate:
         raise InvalidValueError("--generate goes with the engines scan and step; --engine vllm runs on the text")
-    if args.weights is not None or args.device_map is not None:
-        given = "--weights" if args.weights is not None else "--device-map"
-        raise InvalidValueError(f"{given} goes with the engines scan and step; leave it out with --engine vllm")
+    if args.weights is not None:
+        raise InvalidValueError("--weights goes with the engines scan and step; leave it out with --engine vllm")
     from rich.console import Console
 
     from ..evals.records import write_atomic
@@ -186,6 +185,7 @@ def _through_vllm(args: argparse.Namespace, arms: dict[str, Any]) -> int:
             seed=args.seed,
             device=args.device,
             dtype=args.dtype,
+            device_map=args.device_map,
             trust_remote_code=args.trust_remote_code,
             progress=status.update,
         )

@@ -12,14 +12,17 @@ import os
 VARIABLE = "QUANTIZE_STATE_POLICY"
 """An arm name, a recipe file, or ``auto`` for the recipe in the model's directory. Unset: vLLM stays as it is."""
 
+PATH_VARIABLE = "QUANTIZE_STATE_PATH"
+"""``auto`` (as without it), ``replay`` or ``standard``: what a step on a GPU runs; ``auto`` goes by the batch."""
+
 
 def register() -> None:
     """Have vLLM keep states as ``QUANTIZE_STATE_POLICY`` says; without it, do nothing.
 
-    Raises QuantizeStateError for a policy that can't be served, or a vLLM that the plugin was not tested with.
+    Raises QuantizeStateError for a policy or path that can't be served, or a vLLM that the plugin was not tested with.
     """
     asked = os.environ.get(VARIABLE, "").strip()
     if asked:
         from .plugin import activate
 
-        activate(asked)
+        activate(asked, os.environ.get(PATH_VARIABLE, "auto"))  # type: ignore[arg-type]

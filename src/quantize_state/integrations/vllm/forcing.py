@@ -1,6 +1,6 @@
 """Teacher forcing through vLLM's own decode path: every step samples the token that is known, and its logits are kept.
 
-For an engine in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``).
+For an engine whose scheduler is in this process (``VLLM_ENABLE_V1_MULTIPROCESSING=0``); its workers may be in others.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def forced_logits(llm: Any, prompts: list[list[int]], tokens: list[list[int]]) -
 
     ``llm`` is a ``vllm.LLM(..., logits_processors=[Forced])``. All but the first row come from decode steps.
     """
-    Forced.logits = {}
+    llm.collective_rpc(_take_logits)
     parameters = [
         SamplingParams(
             max_tokens=len(known), temperature=0.0, ignore_eos=True, detokenize=False, extra_args={KEY: (i, known)}
@@ -67,4 +67,21 @@ def forced_logits(llm: Any, prompts: list[list[int]], tokens: list[list[int]]) -
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
     for output, known in zip(outputs, tokens, strict=True):
         assert list(output.outputs[0].token_ids) == list(known)
-    return [torch.stack([Forced.logits[i, t] for t in range(len(known))]) for i, known in enumerate(tokens)]
+    # Ranks of a tensor-parallel model have the same logits, stages of a pipeline but for the last have none.
+    logits = next(found for found in llm.collective_rpc(_take_logits) if found)
+    return [torch.stack([logits[i, t] for t in range(len(known))]) for i, known in enumerate(tokens)]
+
+
+def _take_logits(worker: Any) -> dict[tuple[int, int], Tensor]:
+    taken, Forced.logits = Forced.logits, {}
+    return taken
+
+
+def layers_with_copies(llm: Any) -> list[list[str]]:
+    """The names of the layers that have a read copy, for each worker of the engine."""
+    return llm.collective_rpc(_layers_with_copies)
+
+
+def _layers_with_copies(worker: Any) -> list[str]:
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    return [layer.prefix for layer in layers if getattr(layer, "read_copy", None) is not None]

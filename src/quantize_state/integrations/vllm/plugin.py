@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from ...kernels.paths import Path
-from ...quant.errors import QuantizeStateError
+from ...quant.errors import QuantizeStateError, unknown_name
 from ...quant.policy import StatePolicy
 from ...quant.recipe import Recipe
 from . import checks
@@ -38,6 +38,8 @@ class Plugin:
 
     def use(self, asked: str | StatePolicy | Recipe | None, path: Path = "auto") -> None:
         """Engines made from now on follow ``asked``; None leaves them to vLLM."""
+        if path not in get_args(Path):
+            raise unknown_name("path", path, get_args(Path))
         self._recipe, self.path = None, path
         if asked is None:
             self.asked = None
