@@ -4,6 +4,8 @@ Runs where vLLM is installed (``make test-vllm``); see docs/vllm.md for what onl
 """
 
 import logging
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
@@ -41,7 +43,7 @@ def scheduler_of(llm):
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
-@pytest.mark.parametrize("name", ["mamba2", "falcon_h1", "granitemoehybrid"])
+@pytest.mark.parametrize("name", ["mamba2", "granitemoehybrid"])
 def test_an_exact_copy_equals_stock_vllm(models, name, caplog):
     prompts, tokens = texts(5, 1, 40), texts(45, 30, 20, seed=1)
     with engine(models[name], None) as llm:
@@ -218,7 +220,10 @@ def test_the_same_kl_through_vllm_and_through_transformers(models, calm):
     assert 3e-6 < kl["decoupled-fp8"] < kl["decoupled-nvfp4"] / 3 < 0.01
 
 
-def test_gdn_steps_as_vllms_kernel_does(models, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "architecture"), [("qwen3_next", "Qwen3NextForCausalLM"), ("qwen3_5", "Qwen3_5ForCausalLM")]
+)
+def test_gdn_steps_as_vllms_kernel_does(models, monkeypatch, name, architecture):
     """Every decode step of every layer again by vLLM's CPU kernel, on the folded state, which it keeps as [K, V]."""
     import vllm._custom_ops as ops
 
@@ -239,11 +244,11 @@ def test_gdn_steps_as_vllms_kernel_does(models, monkeypatch):
         compared.append((float(output), float((after - pool.mT).norm() / pool.norm())))
         return found
 
-    with engine(models["qwen3_next"], "decoupled-fp32-w5", "bfloat16", max_num_batched_tokens=32) as llm:
+    with engine(models[name], "decoupled-fp32-w5", "bfloat16", max_num_batched_tokens=32) as llm:
         monkeypatch.setattr(ops, "fused_sigmoid_gating_delta_rule_update_cpu", both)
         seen = Seen(monkeypatch, llm)
         forced_logits(llm, PROMPTS[:4], [known[:20] for known in FORCED[:4]])
-        assert llm.llm_engine.vllm_config.model_config.architecture == "Qwen3NextForCausalLM"
+        assert llm.llm_engine.vllm_config.model_config.architecture == architecture
     output, state = (max(column) for column in zip(*compared, strict=True))
     assert len(compared) > 60 and seen.mixed > 0
     assert output < BF16 and state < STATE
@@ -289,6 +294,51 @@ def test_other_versions_of_vllm(monkeypatch):
     for version in ("0.32.0", "0.32.1", "0.32.0+cpu"):
         monkeypatch.setattr(vllm, "__version__", version)
         checks.check_version()
+
+
+HOOKS = """
+import os, sys
+from vllm.config import VllmConfig
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+from vllm.model_executor.layers.mamba import mamba_utils
+from vllm.model_executor.layers.mamba.abstract import MambaBase
+from quantize_state.integrations.vllm import register
+
+def hooks():
+    return [VllmConfig.__post_init__, PluggableLayer.__new__, MambaBase.get_kv_cache_spec,
+            mamba_utils.MambaStateShapeCalculator.mamba2_state_shape.__func__,
+            mamba_utils.MambaStateDtypeCalculator.kda_state_dtype.__func__]
+
+def settled():  # modules whose part in CUDA graphs is settled as they are imported
+    return [n for n, m in sys.modules.items() if n.startswith("vllm.") and hasattr(m, "eager_break_during_capture")
+            and n != "vllm.compilation.breakable_cudagraph"]
+
+stock = hooks()
+register()
+assert hooks() == stock and not op_registry_oot and not settled()
+assert "quantize_state.integrations.vllm.plugin" not in sys.modules
+os.environ["QUANTIZE_STATE_POLICY"] = "decoupled-nvfp4"
+register()
+assert all(ours is not theirs for ours, theirs in zip(hooks(), stock, strict=True))
+assert not op_registry_oot and not settled(), settled()
+
+# What vLLM does for Kimi-Linear before it imports a layer; then the layer is made.
+os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"
+from quantize_state.integrations.vllm.plugin import replace_layer
+replace_layer("KimiGatedDeltaNetAttention")
+ours = op_registry_oot["KimiGatedDeltaNetAttention"]
+assert list(op_registry_oot) == ["KimiGatedDeltaNetAttention"]
+stock_layer = ours.__mro__[2]
+assert hasattr(stock_layer._forward, "__wrapped__"), "vLLM's layer is no break in a graph"
+assert hasattr(ours._forward, "__wrapped__"), "ours is none: a graph would replay what vLLM's does, without ours"
+print("all is well")
+"""
+
+
+def test_nothing_is_touched_without_a_policy_and_no_layer_is_imported_too_early():
+    """In a process of its own, as when vLLM loads its plugins: before it has read the model's config."""
+    done = subprocess.run([sys.executable, "-c", HOOKS], capture_output=True, text=True, timeout=300, check=False)
+    assert "all is well" in done.stdout, done.stderr[-2000:]
 
 
 def test_a_recipe_that_names_no_layer(models):

@@ -62,12 +62,11 @@ def check_layer(layer: Any) -> None:
 
     if isinstance(layer, ReadCopyLayer) or layer.mamba_type == MambaAttentionBackendEnum.SHORT_CONV:
         return
-    from . import gdn, kda, mamba2
+    from .plugin import LAYERS
 
-    known = [name for module in (mamba2, gdn, kda) for name in module.LAYERS]
     raise QuantizeStateError(
         f"layer {getattr(layer, 'prefix', '?')!r} is a {type(layer).__name__}, whose state no policy reaches; the "
-        f"plugin knows {', '.join(known)}. Unset QUANTIZE_STATE_POLICY to serve this model"
+        f"plugin knows {', '.join(LAYERS)}. Unset QUANTIZE_STATE_POLICY to serve this model"
     )
 
 

@@ -130,4 +130,4 @@ def hook() -> None:
         wrap(gdn_attention, "_cpu_gdn_attention_nonspec", _core_on_cpu)
 
 
-LAYERS = {"QwenGatedDeltaNetAttention": ReadCopyGatedDeltaNet}
+LAYER = ReadCopyGatedDeltaNet

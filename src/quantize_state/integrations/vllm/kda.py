@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.platforms import current_platform
@@ -34,6 +35,7 @@ class ReadCopyKimiDeltaAttention(ReadCopyLayer, KimiGatedDeltaNetAttention):
         super().bind_kv_cache(kv_cache)
         bound(self, self.kv_cache[1])
 
+    @eager_break_during_capture  # as vLLM's own: else a graph would replay that without what is around it here
     def _forward(self, *args: Any, **kwargs: Any) -> None:
         metadata = (get_forward_context().attn_metadata or {}).get(self.prefix)
         with self.as_stock():
@@ -62,14 +64,17 @@ def _packed(original: Callable[..., Any], *args: Any, **given: Any) -> Any:
 
 def hook() -> None:
     """Wrap the decode function, which vLLM has on GPUs alone."""
-    if current_platform.is_cuda():
-        from vllm.models.kimi_k3.nvidia.ops.third_party import kda as ops
+    if current_platform.is_cuda_alike():
+        wrap(operations(), "fused_recurrent_kda_packed_decode", _packed)
 
-        wrap(ops, "fused_recurrent_kda_packed_decode", _packed)
-    elif current_platform.is_rocm():
+
+def operations() -> Any:
+    """The module from which vLLM's layer takes its kernels."""
+    if current_platform.is_rocm():
         from vllm.models.kimi_k3.amd.ops.third_party import kda as ops
+    else:
+        from vllm.models.kimi_k3.nvidia.ops.third_party import kda as ops
+    return ops
 
-        wrap(ops, "fused_recurrent_kda_packed_decode", _packed)
 
-
-LAYERS = {"KimiGatedDeltaNetAttention": ReadCopyKimiDeltaAttention}
+LAYER = ReadCopyKimiDeltaAttention

@@ -71,4 +71,4 @@ def _with_read_copies(backend: Any) -> Any:
     return ReadCopyBackend
 
 
-LAYERS = {"MambaMixer2": ReadCopyMambaMixer2}
+LAYER = ReadCopyMambaMixer2

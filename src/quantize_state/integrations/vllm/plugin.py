@@ -3,11 +3,16 @@
 vLLM is not edited. Layer classes are replaced where vLLM allows it (``PluggableLayer.register_oot``), the Mamba-2
 step through its backend registry; the calculators of state shapes and dtypes, and a few functions, are wrapped. Every
 wrapper falls through to vLLM's own code where no policy is in force or the running layer has none.
+
+The modules of vLLM's layers are imported with the first layer of theirs that is made, not when the plugin is loaded:
+what a module is under CUDA graphs (``eager_break_during_capture``) is settled as it is imported, by what vLLM has found
+out about the model until then.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, get_args
 
@@ -84,6 +89,9 @@ class Plugin:
             check_patterns(self._recipe, prefixes)
 
 
+LAYERS = {"MambaMixer2": "mamba2", "QwenGatedDeltaNetAttention": "gdn", "KimiGatedDeltaNetAttention": "kda"}
+"""vLLM's layer classes, and the modules here that replace them."""
+
 plugin = Plugin()
 _hooked = False
 
@@ -106,16 +114,29 @@ def _take_hooks() -> None:
     from vllm.model_executor.custom_op import PluggableLayer
     from vllm.model_executor.layers.mamba.abstract import MambaBase
 
-    from . import calculators, gdn, kda, mamba2
+    from . import calculators
 
     calculators.extend()
-    for module in (mamba2, gdn, kda):
-        for name, layer_class in module.LAYERS.items():
-            PluggableLayer.register_oot(layer_class, name=name)
-        module.hook()
     # Before anything of the engine exists: what can't be served is refused here.
     wrap(VllmConfig, "__post_init__", _checked_config)
     wrap(MambaBase, "get_kv_cache_spec", _checked_layer)
+    wrap(PluggableLayer, "__new__", _new_layer)
+
+
+def _new_layer(original: Callable[..., Any], layer_class: Any, *args: Any, **kwargs: Any) -> Any:
+    if plugin.asked is not None and layer_class.__name__ in LAYERS:
+        replace_layer(layer_class.__name__)
+    return original(layer_class, *args, **kwargs)
+
+
+@functools.cache
+def replace_layer(name: str) -> None:
+    """Have layers of vLLM's class ``name`` made by our subclass from now on."""
+    from vllm.model_executor.custom_op import PluggableLayer
+
+    module = importlib.import_module(f".{LAYERS[name]}", __package__)
+    PluggableLayer.register_oot(module.LAYER, name=name)
+    module.hook()
 
 
 def _checked_config(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
