@@ -1,65 +1,33 @@
 """The vLLM plugin without vLLM: states in pages of a pool, what happens around prefill, which policy a layer has."""
 
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from recurrence import SPECS, random_inputs
+from vllm_pages import Scheduler, all_outputs, exact_outputs, layer, pool, requests_of
 
 from quantize_state.integrations.vllm import gates, serving
-from quantize_state.integrations.vllm.checks import names
+from quantize_state.integrations.vllm.checks import check_config, names
 from quantize_state.integrations.vllm.layer import ReadCopy, running
-from quantize_state.integrations.vllm.pages import (
-    ALIGNMENT,
-    checkpoint_dtype,
-    extra_dtypes,
-    extra_shapes,
-    parts,
-    state_in_pages,
-)
-from quantize_state.kernels.device.targets import INTERPRET
+from quantize_state.integrations.vllm.pages import ALIGNMENT, extra_shapes, parts, state_in_pages
 from quantize_state.kernels.step import folded, step
 from quantize_state.quant.errors import InvalidValueError, NonFiniteStateError, QuantizeStateError
 from quantize_state.quant.model_recipe import ModelRecipe
 from quantize_state.quant.policy import StatePolicy, parse_arm
 from quantize_state.quant.recipe import Recipe
-from quantize_state.quant.state import STALE, DecodeState
+from quantize_state.quant.state import DecodeState
 
-KERNEL = 3e-5
-"""Relative error of the interpreted kernels' outputs against the reference, as in test_kernels.py for FP8."""
+EXACT = 1e-6
+"""Relative error of an FP32 copy's outputs against float64: FP32 sums over some flushes; measured up to 1.2e-7."""
+
+LENGTHS = [(5, 24), (1, 19), (3, 22), (8, 20), (2, 23), (6, 17), (4, 21), (9, 22), (5, 18)]
+"""Tokens of the prompt and in all, of each request."""
+
+EVENTS = {"reused", "mixed", "folded", "last chunks", "decoded", "padded", "preempted", "shared"}
 
 ARMS = ["replay-fp32", "decoupled-nvfp4", "decoupled-fp8-w5", "decoupled-fp32-w4", "decoupled-bf16-nvfp4-w8"]
-PAGES = 7
-GARBAGE = 0xFF
-"""Every byte of a page that nobody has used yet: NaN as a float, −1 as an integer."""
-
-
-def pool(spec, policies, *, dtype=torch.float32, convolution=24, padding=0, checkpoint=torch.float32):
-    """Views of a fresh pool as vLLM carves them: convolution state, recurrent state, and the three tensors more."""
-    shapes = ((convolution,), (spec.heads, spec.value_dim, spec.key_dim), *extra_shapes(spec, policies))
-    dtypes = (dtype, checkpoint, *extra_dtypes(dtype))
-    sizes = [torch.Size(s).numel() * d.itemsize for s, d in zip(shapes, dtypes, strict=True)]
-    pages = torch.full((PAGES, sum(sizes) + padding), GARBAGE, dtype=torch.uint8)
-    views, offset = [], 0
-    for shape, kind, size in zip(shapes, dtypes, sizes, strict=True):
-        views.append(pages[:, offset : offset + size].view(kind).view(PAGES, *shape))
-        offset += size
-    return pages, views
-
-
-def layer(family, arm, *, policies=None, transposed=False, **given):
-    """A ReadCopy on fresh pages, and the pages."""
-    spec, rate = SPECS[family]
-    policy = parse_arm(arm)
-    pages, views = pool(spec, policies or [policy], checkpoint=checkpoint_dtype(policy), **given)
-    checkpoint = views[1]
-    if transposed:
-        checkpoint = checkpoint.view(PAGES, spec.heads, spec.key_dim, spec.value_dim).mT
-    copy = ReadCopy("model.layers.0.mixer", spec, policy, max_rows=4)
-    copy.bind(checkpoint, tuple(views[2:]), rate)
-    return copy, pages
 
 
 def enter(copy, slots, states, has_state=None):
@@ -218,6 +186,22 @@ def test_a_pool_that_keeps_states_transposed(family):
 
 
 @pytest.mark.parametrize("family", SPECS)
+def test_requests_are_served_exactly_whatever_the_scheduler_does(family):
+    """Chunks, chunks of one token, mixed and padded batches, preemption, pages that are used again or shared."""
+    seen = Counter()
+    for seed in range(6):
+        copy, pages = layer(family, "decoupled-fp32-w4")
+        unused = pages[0].clone()
+        scheduler = Scheduler(copy, pages, requests_of(copy.spec, LENGTHS), seed=seed)
+        done = scheduler.serve()
+        expected = exact_outputs(copy, done)
+        assert (all_outputs(done) - expected).norm() < EXACT * expected.norm()
+        assert torch.equal(pages[0], unused), "the null page was written"
+        seen += scheduler.seen
+    assert set(seen) == EVENTS, "not all that this test is about has happened"
+
+
+@pytest.mark.parametrize("family", SPECS)
 def test_isolation(family):
     """Whatever the copy holds, the checkpoint is the same to the bit."""
     checkpoints = []
@@ -230,61 +214,6 @@ def test_isolation(family):
             decode(copy, random_inputs(copy.spec, 1, 1, seed=t, dtype=torch.float32), [3])
         checkpoints.append(copy.state.checkpoint.codes[3].clone())
     assert torch.equal(*checkpoints)
-
-
-def unshared(tensor):
-    """A copy with the strides of ``tensor`` in memory of its own: the interpreter runs a kernel on copies of its
-    arguments' storages and writes these back one by one, so that arguments of one storage would undo each other."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(tensor)
-
-
-@pytest.mark.skipif(not INTERPRET, reason="Triton was imported without TRITON_INTERPRET=1")
-@pytest.mark.parametrize("family", SPECS)
-@pytest.mark.parametrize("arm", ["decoupled-fp8-w2"])
-def test_the_branch_of_a_gpu_gives_the_same(family, arm):
-    """The kernels in Triton's interpreter, on pages, with padded rows, strided inputs and vLLM's output buffer."""
-    reference, _ = layer(family, arm)
-    kernels, _ = layer(family, arm)
-    kernels.path = "replay"
-    kernels.use_kernels()
-    states, slots, d = start(reference.spec, 2), [5, 0, 2], torch.rand(reference.spec.heads)
-    for copy in (reference, kernels):
-        enter(copy, [5, 2], states)
-    kernels._state = kernels.state._map(unshared, lambda part: part._map(unshared))
-    for t in range(3):
-        inputs = random_inputs(reference.spec, 3, 1, seed=t, dtype=torch.float32)
-        inputs = inputs.map(lambda x: torch.stack((x, x), dim=1)[:, 0])  # rows of a wider tensor
-        skip = (inputs.v[:, 0].contiguous(), d) if family == "mamba2" else None
-        expected, found = (decode(copy, inputs, slots, skip=skip) for copy in (reference, kernels))
-        assert (found[[0, 2]] - expected[[0, 2]]).norm() <= KERNEL * expected[[0, 2]].norm()
-        assert found[1].isnan().all(), "a padded row was written"
-    pair = torch.tensor([5, 2])
-    whole = folded(reference.state, pair)
-    assert (folded(kernels.state, pair) - whole).norm() <= KERNEL * whole.norm()
-    assert torch.equal(kernels.state.cursor[pair], reference.state.cursor[pair])
-
-
-@pytest.mark.skipif(not INTERPRET, reason="Triton was imported without TRITON_INTERPRET=1")
-@pytest.mark.parametrize("family", SPECS)
-def test_small_batches_decode_in_fp32_on_the_same_pages(family):
-    """By the standard kernel, which the path is by itself; vLLM's prefill then goes on from the page's state."""
-    copy, _ = layer(family, "decoupled-nvfp4-w4")
-    exact, _ = layer(family, "replay-fp32")
-    copy.use_kernels()
-    states, pair = start(copy.spec, 2), torch.tensor([5, 2])
-    for each in (copy, exact):
-        enter(each, [5, 2], states)
-    copy._state = copy.state._map(unshared, lambda part: part._map(unshared))
-    for t in range(2):
-        inputs = random_inputs(copy.spec, 3, 1, seed=t, dtype=torch.float32)
-        expected, found = (decode(each, inputs, [5, 0, 2]) for each in (exact, copy))
-        assert (found[[0, 2]] - expected[[0, 2]]).norm() <= KERNEL * expected[[0, 2]].norm()
-        assert copy.state.cursor[pair].tolist() == [STALE, STALE]
-    whole = folded(exact.state, pair)
-    assert (copy.state.checkpoint[pair].decode() - whole).norm() <= KERNEL * whole.norm()
-    with copy.prefill(torch.tensor([5]), torch.tensor([True])):
-        pass
-    assert copy.state.cursor[pair].tolist() == [0, STALE]
 
 
 def test_what_the_kernels_lack_is_refused_on_a_gpu():
@@ -327,6 +256,43 @@ def test_decay_rates_stay_those_of_the_layer():
     rate = rate.clone()
     state = state_in_pages(spec, StatePolicy(), "x", checkpoint=views[1], extra=views[2:], decay_rate=rate)
     assert state.decay_rate.data_ptr() == rate.data_ptr()
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def config(**changed):
+    """An engine's configuration, as far as it is looked at."""
+    plain = {
+        "use_replayssm": False,
+        "speculative_config": None,
+        "kv_transfer_config": None,
+        "enable_stochastic_rounding": False,
+        "pipeline_parallel_size": 1,
+    } | changed
+    given = SimpleNamespace(**plain)
+    given.cache_config = given.mamba_config = given.parallel_config = given
+    return given
+
+
+@pytest.mark.parametrize(
+    ("changed", "layers", "message"),
+    [
+        ({"use_replayssm": True}, {}, "--use-replayssm keeps a ring of its own"),
+        ({"speculative_config": object()}, {}, "speculative decoding"),
+        ({"kv_transfer_config": SimpleNamespace(is_kv_transfer_instance=True)}, {}, "KV connector"),
+        ({"enable_stochastic_rounding": True}, {}, "stochastic rounding"),
+        ({"pipeline_parallel_size": 2}, {"3": "decoupled-fp8"}, "with pipeline parallelism, name them"),
+    ],
+)
+def test_what_a_read_copy_can_not_be_kept_under(changed, layers, message):
+    recipe = Recipe.from_dict({"default": "decoupled-nvfp4", "layers": layers})
+    plugin = SimpleNamespace(asked="mine.yaml", recipe=recipe)
+    with pytest.raises(QuantizeStateError, match=f"QUANTIZE_STATE_POLICY=mine.yaml.*{message}.*unset the variable"):
+        check_config(config(**changed), plugin)
+    named = Recipe.from_dict({"default": "decoupled-nvfp4", "layers": {"*layers.3.*": "decoupled-fp8"}})
+    check_config(config(pipeline_parallel_size=2), SimpleNamespace(asked="mine.yaml", recipe=named))
+    check_config(config(kv_transfer_config=SimpleNamespace(is_kv_transfer_instance=False)), plugin)
 
 
 # --- gates ------------------------------------------------------------------------------------------------------------
