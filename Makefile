@@ -36,7 +36,7 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	@touch $@
 
 test-vllm: $(VLLM)/.installed
-	$(VLLM)/bin/python -m pytest -n 2 --dist loadfile tests/test_vllm.py tests/test_vllm_eval.py
+	$(VLLM)/bin/python -m pytest -n 2 --dist loadfile $(addprefix tests/test_vllm,.py _eval.py _parallel.py _gpu_code.py)
 
 check: setup
 	$(BIN)/ruff check .

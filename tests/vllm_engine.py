@@ -2,7 +2,9 @@
 
 import gc
 import os
+import sys
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 
@@ -22,6 +24,10 @@ from vllm import LLM
 
 from quantize_state.integrations.vllm.forcing import Forced
 from quantize_state.integrations.vllm.plugin import activate
+
+# Qwen3.5's module imports what handles pictures, and no torchvision of the package index loads beside a CPU's torch.
+for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
+    sys.modules.setdefault(name, mock.MagicMock())
 
 # A subprocess per architecture, which takes longer than the engine; there is no GPU here to be kept uninitialised.
 registry._run_in_subprocess = lambda function: function()
@@ -84,13 +90,16 @@ def through_transformers(path, arm, prompts, tokens, dtype=torch.float32):
     from quantize_state import attach
 
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    # Of a model without attention transformers can't say by itself where a token stands, or what it may see.
+    given = {"attention_mask": {"linear_attention": None}} if model.config.model_type == "kimi_linear" else {}
     logits = []
     with torch.no_grad(), attach(model, arm):
         for prompt, known in zip(prompts, tokens, strict=True):
-            out = model(torch.tensor([prompt]), use_cache=True)
-            rows, cache = [out.logits[:, -1:]], out.past_key_values
-            for token in known[:-1]:
-                out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
-                rows.append(out.logits)
+            rows, cache, seen = [], None, 0
+            for chunk in (prompt, *([token] for token in known[:-1])):
+                given["position_ids"] = torch.arange(seen, seen + len(chunk))[None]
+                out = model(torch.tensor([chunk]), past_key_values=cache, use_cache=True, **given)
+                cache, seen = out.past_key_values, seen + len(chunk)
+                rows.append(out.logits[:, -1:])
             logits.append(torch.cat(rows, dim=1)[0].float())
     return logits

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tiny_models import _initialise_decay
 
 VOCABULARY = 64
@@ -120,11 +122,29 @@ MODELS = {
         dtype="bfloat16",
     ),
     "qwen3_5": TinyModel("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", _QWEN, dtype="bfloat16"),
+    # Without a full-attention layer: vLLM's Kimi-Linear has them for GPUs alone.
+    "kimi_linear": TinyModel(
+        "KimiLinearForCausalLM",
+        "KimiLinearConfig",
+        {
+            "hidden_size": 64,
+            "num_attention_heads": 2,
+            "num_hidden_layers": 2,
+            "intermediate_size": 48,
+            "layer_types": ["linear_attention"] * 2,
+            "mlp_layer_types": ["dense"] * 2,
+            "linear_head_dim": 32,
+            "linear_num_heads": 2,
+        },
+    ),
 }
 
 
-def write_model(name: str, folder: Path, *, seed: int = 0) -> Path:
-    """A fresh tiny model in ``folder``/``name``; the same seed gives the same weights."""
+def write_model(name: str, folder: Path, *, seed: int = 0, dtype: str | None = None) -> Path:
+    """A fresh tiny model in ``folder``/``name``; the same seed gives the same weights.
+
+    ``dtype``: another than what vLLM's CPU kernels take.
+    """
     tiny = MODELS[name]
     target = folder / name
     with torch.random.fork_rng():
@@ -133,7 +153,29 @@ def write_model(name: str, folder: Path, *, seed: int = 0) -> Path:
         for module in model.modules():
             if hasattr(module, "A_log") and hasattr(module, "dt_bias"):
                 _initialise_decay(module)
-    model.to(getattr(torch, tiny.dtype)).save_pretrained(target)
+    model.to(getattr(torch, dtype or tiny.dtype)).save_pretrained(target)
+    return target
+
+
+def as_published(source: Path, target: Path) -> Path:
+    """The tiny Kimi-Linear in the layout of published ones, which vLLM reads and transformers writes but in part."""
+    given = json.loads((source / "config.json").read_text())
+    kept = ("architectures", "model_type", "vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers")
+    kept += ("intermediate_size", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id")
+    config = {name: given[name] for name in kept} | {
+        "linear_attn_config": {
+            "kda_layers": list(range(1, given["num_hidden_layers"] + 1)),
+            "full_attn_layers": [],
+            "head_dim": given["linear_head_dim"],
+            "num_heads": given["linear_num_heads"],
+            "short_conv_kernel_size": given["linear_conv_kernel_dim"],
+        }
+    }
+    target.mkdir()
+    (target / "config.json").write_text(json.dumps(config))
+    weights = load_file(source / "model.safetensors")
+    renamed = {name.replace("block_sparse_moe", "mlp"): weight for name, weight in weights.items()}
+    save_file(renamed, target / "model.safetensors", {"format": "pt"})
     return target
 
 
