@@ -110,7 +110,7 @@ def _replay(spec: LayerSpec, policy: StatePolicy, device: torch.device, seed: in
     )
     yield Check("ring bytes", sum(different_bytes(t, clone.ring[n]) for n, t in state.ring.items()), 0)
     yield from _copy_checks(state)
-    yield Check("bytes of a slot that no row names", _touched(state, before, 5), 0)
+    yield Check("bytes of a slot that no row names", touched(state, before, 5), 0)
     yield Check("not finite", float(int(w.status)), 0)
 
 
@@ -124,7 +124,8 @@ def _copy_checks(state: DecodeState) -> Iterator[Check]:
     yield Check("copy bytes", sum(different_bytes(ours[n], t) for n, t in again.tensors().items()), 0)
 
 
-def _touched(state: DecodeState, before: DecodeState, slot: int) -> float:
+def touched(state: DecodeState, before: DecodeState, slot: int) -> float:
+    """Bytes of a slot that differ between two states."""
     index = torch.tensor([slot], device=state.cursor.device)
     a, b = state.select(index), before.select(index)
     pairs = [(t, b.ring[n]) for n, t in a.ring.items()] + [(a.checkpoint.codes, b.checkpoint.codes)]
@@ -168,7 +169,7 @@ def check_standard(spec: LayerSpec, device: torch.device | str, seed: int = 0) -
         Check("output", worst, FP32),
         Check("state", relative(state.checkpoint.codes[slots[live].long()], exact), FP32),
         Check("padded outputs written", float((~out[1].isnan()).sum()), 0),
-        Check("bytes of a slot that no row names", _touched(state, before, 1), 0),
+        Check("bytes of a slot that no row names", touched(state, before, 1), 0),
         Check("not finite", float(int(status)), 0),
     ]
     renew(state, torch.arange(4, dtype=torch.int32, device=device))
@@ -259,14 +260,14 @@ def check_far(spec: LayerSpec, device: torch.device | str) -> list[Check]:
     inputs = random_tokens(spec, 2, seed=1, device=device)
     outputs = [sequence.step(s, inputs, slots) for s in (near, far)]
     found = [Check("output bytes", different_bytes(*outputs), 0)]
-    found.append(Check("state bytes", sum(_touched(far, near, s) for s in (0, 1, 2)), 0))
+    found.append(Check("state bytes", sum(touched(far, near, s) for s in (0, 1, 2)), 0))
     for state in (near, far):
         state.cursor.zero_()
     outputs = [standard_step(s, inputs, slots) for s in (near, far)]
     found.append(Check("output bytes of the standard kernel", different_bytes(*outputs), 0))
     for state in (near, far):
         renew(state, slots)
-    return [*found, Check("state bytes after it", sum(_touched(far, near, s) for s in (0, 1, 2)), 0)]
+    return [*found, Check("state bytes after it", sum(touched(far, near, s) for s in (0, 1, 2)), 0)]
 
 
 def check_graph(spec: LayerSpec, policy: StatePolicy, device: torch.device, path: Path = "replay") -> list[Check]:
@@ -291,6 +292,6 @@ def check_graph(spec: LayerSpec, policy: StatePolicy, device: torch.device, path
     torch.cuda.synchronize()
     return [
         Check("output bytes", different_bytes(outs[1], outs[0]), 0),
-        Check("state bytes", sum(_touched(captured, eager, s) for s in range(4)), 0),
+        Check("state bytes", sum(touched(captured, eager, s) for s in range(4)), 0),
         Check("cursors", float((captured.cursor != eager.cursor).sum()), 0),
     ]

@@ -33,7 +33,9 @@ from .inputs import TokenInputs
 from .launch import Call, recording
 from .scan import triton as scan
 from .shapes import SHAPES, find_shape
+from .standard import snapshots
 from .standard.triton import step as standard_step
+from .window.accept import accept
 
 READS = (None, "fp32", "bf16", "fp16", "fp8_e4m3", "mxfp8", "int8", "nvfp4", "mxfp4")
 
@@ -94,9 +96,9 @@ def cases(quick: bool, shapes: Sequence[str] = (), arms: Sequence[str] = ()) -> 
 
 
 def record(spec: LayerSpec, policy: StatePolicy, target: Target) -> list[Call]:
-    """The launches of one step of two rows by replay and of one by the standard kernel, of a verification of four
-    tokens, and of a scan of 64, as ``target`` would get them: BF16 activations, FP32 gates. A policy that the step has
-    no kernels for gives those of the scan alone."""
+    """The launches of one step of two rows by replay and of one by the standard kernel, of verifications of four tokens
+    by both, and of a scan of 64, as ``target`` would get them: BF16 activations, FP32 gates. A policy that the step
+    has no kernels for gives those of the scan alone."""
     steps = sequence.unsupported_layer(spec, policy)
     if reason := steps and scan.unsupported_layer(spec, policy):
         raise InvalidValueError(f"no kernels for {policy.name}: {reason}")
@@ -121,7 +123,11 @@ def record(spec: LayerSpec, policy: StatePolicy, target: Target) -> list[Call]:
             sequence.step(state, one, out=out)
             standard_step(state, one, out=out)
             renew(state, torch.zeros(2, dtype=torch.int32))
-            sequence.verify(state, inputs.slice(0, 4).map(Tensor.contiguous))
+            drafts = inputs.slice(0, 4).map(Tensor.contiguous)
+            sequence.verify(state, drafts)
+            accept(state, *torch.ones(3, 2, dtype=torch.int32))
+            slots = torch.ones(2, 5, dtype=torch.int32)
+            snapshots.verify(spec, state.checkpoint.codes, drafts, slots[:, 0], slots[:, 1:], decay_rate=rate)
         if scan.unsupported_layer(spec, policy) is None:
             scan.scan_windows(state, inputs, torch.arange(2))
     return calls

@@ -17,7 +17,7 @@ from ..quant.formats import FORMATS
 from ..quant.policy import StatePolicy
 from ..quant.rounding import E2M1, E4M3, INT8, Grid
 from ..quant.spec import LayerSpec
-from . import bandwidth, checks
+from . import bandwidth, checks, verify_checks
 from .checks import Check
 from .device import probe
 from .device.targets import INTERPRET
@@ -45,6 +45,8 @@ POLICIES: tuple[StatePolicy, ...] = (
 )
 QUICK = (None, "nvfp4", "fp8_e4m3")
 """Read formats of a quick run, which also leaves out scale rules and rotations."""
+VERIFIED = 4
+"""Tokens of a verification."""
 
 
 SCANNED = tuple(
@@ -112,6 +114,7 @@ def _items(device: torch.device, quick: bool) -> Iterator[_Item]:
     for format in FORMATS:
         yield _Item("codec", format, partial(_codec, format, quick, device))
     policies = [p for p in POLICIES if not quick or (p == StatePolicy(read=p.read) and p.read in QUICK)]
+    too_long = None if gpu else "needs a GPU: the interpreter would take minutes; the tests run some of it there"
     for size, specs in (("small", SMALL), ("large", {f: SHAPES[n] for f, n in LARGE.items()})):
         too_slow = None if gpu or size == "small" else "large layers need a GPU: the interpreter would take hours"
         for family, spec in specs.items():
@@ -121,9 +124,13 @@ def _items(device: torch.device, quick: bool) -> Iterator[_Item]:
                     policy = replace(policy, window=WINDOW)
                 label = policy.name.replace(f"-w{WINDOW}", "")
                 yield _Item("step", f"{name}, {label}", partial(checks.check_replay, spec, policy, device), too_slow)
+                run = partial(verify_checks.check_verify, spec, policy, device, VERIFIED)
+                yield _Item("verify", f"{name}, {label}", run, too_long)
             yield _Item("step", f"{name}, standard", partial(checks.check_standard, spec, device), too_slow)
             both = StatePolicy(read="nvfp4", window=WINDOW)
             yield _Item("step", f"{name}, standard and back", partial(checks.check_paths, spec, both, device), too_slow)
+            run = partial(verify_checks.check_snapshots, spec, device, VERIFIED)
+            yield _Item("verify", f"{name}, snapshots", run, too_slow)
     without = None if gpu else "needs a GPU"
     for family, name in LARGE.items():
         spec = replace(SHAPES[name], heads=4 * SHAPES[name].heads // SHAPES[name].key_heads, key_heads=4)
@@ -134,6 +141,8 @@ def _items(device: torch.device, quick: bool) -> Iterator[_Item]:
         for path, title in captured.items():
             run = partial(checks.check_graph, spec, StatePolicy(read="nvfp4", window=4), device, path)
             yield _Item("graph", f"{title}, {family}", run, without)
+        run = partial(verify_checks.check_counts, spec, StatePolicy(read="nvfp4", window=WINDOW), device)
+        yield _Item("graph", f"captured verification, changing counts, {family}", run, without)
     if not quick:
         for family, spec in SMALL.items():
             for read in (None, "nvfp4"):

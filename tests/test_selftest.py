@@ -46,12 +46,15 @@ def test_it_covers_families_formats_and_says_what_it_skips(monkeypatch, capsys):
                     "decoupled-int8", "decoupled-nvfp4", "decoupled-mxfp4", "decoupled-nvfp4-four_over_six",
                     "decoupled-nvfp4-hadamard16", "standard"):  # fmt: skip
             assert sum(n.startswith(f"step {family}") and n.endswith(f", {arm}") for n in names) == 2, (family, arm)
+            arm = "snapshots" if arm == "standard" else arm
+            assert sum(n.startswith(f"verify {family}") and n.endswith(f", {arm}") for n in names) == 2, (family, arm)
+        assert f"graph captured verification, changing counts, {family}" in names
     only(monkeypatch, "codec mxfp4", "graph", "memory", "large", "128 × 64")
     assert main(["selftest"]) == 0
     out = shown(capsys)
     assert "interpreter" in out and "gpu" in out
     assert "SKIP step mamba2 128 × 64 × 128" in out and "SKIP graph" in out and "needs a GPU" in out
-    assert "2 passed, 0 failed, 12 skipped" in out
+    assert "2 passed, 0 failed, 18 skipped" in out
     long = [n for n in names if n.startswith("endurance 10,000 tokens")]
     assert len(long) == 6 and not [i for i in selftest._items(CPU, quick=True) if i.group == "endurance"]
     assert sum(n.endswith("standard and back") for n in names) == 6
@@ -176,7 +179,7 @@ def test_far_slots_lie_apart_and_a_wrong_offset_shows(monkeypatch):
     state = checks.random_state(spec, StatePolicy(read="nvfp4", window=4), 3, seed=0)
     far = checks.far_copy(state)
     assert far.checkpoint.codes.stride(0) == far.ring["v"].stride(0) == 1 << 16
-    assert all(checks._touched(far, state, slot) == 0 for slot in range(3)), "tensors of a far pool overlap"
+    assert all(checks.touched(far, state, slot) == 0 for slot in range(3)), "tensors of a far pool overlap"
     assert all(c.passed for c in checks.check_far(spec, CPU))
     real = reference_kernels()
 
