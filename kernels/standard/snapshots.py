@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ...quant.errors import InvalidValueError
 from ...quant.spec import LayerSpec
-from ..device.math import exp, inverse_norm
+from ..device.math import inverse_norm
 from ..device.targets import tl, triton
 from ..device.views import slot_stride
 from ..inputs import TokenInputs
-from ..launch import isa_of, run
-from .triton import launch_of, unsupported_layer
+from ..launch import find_launch, isa_of, run
+from .triton import decayed, unsupported_layer
 
 
 @triton.jit
@@ -45,26 +45,22 @@ def snapshots_kernel(
     o_s = i_h * (V * K) + o_v[:, None] * K + o_k[None, :]
     b_s = tl.load(p_state + i_from * s_state + o_s, mask=m_v[:, None], other=0.0)
     for i_t in tl.static_range(T):
-        b_k = tl.load(p_k + i_b * s_k + (i_t * Hk + i_key) * K + o_k).to(tl.float32)
+        b_k = tl.load(p_k + i_b * s_k + (i_t * Hk + i_key) * K + o_k)
         b_q = tl.load(p_q + i_b * s_q + (i_t * Hk + i_key) * K + o_k).to(tl.float32)
-        b_v = tl.load(p_v + i_b * s_v + (i_t * H + i_h) * V + o_v, mask=m_v, other=0.0).to(tl.float32)
-        b_beta = tl.load(p_beta + i_b * s_beta + i_t * H + i_h).to(tl.float32)
+        b_v = tl.load(p_v + i_b * s_v + (i_t * H + i_h) * V + o_v, mask=m_v, other=0.0)
+        b_beta = tl.load(p_beta + i_b * s_beta + i_t * H + i_h)
         if NORM:
-            b_k *= inverse_norm(tl.sum(b_k * b_k, axis=0))
             b_q *= inverse_norm(tl.sum(b_q * b_q, axis=0))
         b_q *= SCALE
         if CHANNEL:
-            b_s *= exp(tl.load(p_g + i_b * s_g + (i_t * H + i_h) * K + o_k).to(tl.float32))[None, :]
+            b_g = tl.load(p_g + i_b * s_g + (i_t * H + i_h) * K + o_k)
         elif MAMBA2:
-            b_s *= exp(b_beta * tl.load(p_rate + i_h))
+            b_g = tl.load(p_rate + i_h)
         else:
-            b_s *= exp(tl.load(p_g + i_b * s_g + i_t * H + i_h).to(tl.float32))
-        # both sums are of the decayed state, so that neither waits for the other: S·q = S'·q + u·(k·q)
-        b_y = tl.sum(b_s * b_q[None, :], axis=1)
-        if not MAMBA2:
-            b_v -= tl.sum(b_s * b_k[None, :], axis=1)
-        b_u = b_beta * b_v
-        b_y += b_u * tl.sum(b_k * b_q, axis=0)
+            b_g = tl.load(p_g + i_b * s_g + i_t * H + i_h)
+        b_s, b_k, b_u = decayed(b_s, b_k, b_v, b_beta, b_g, MAMBA2, CHANNEL, NORM)
+        # the sum is of the decayed state, so that it does not wait for the update: S·q = S'·q + u·(k·q)
+        b_y = tl.sum(b_s * b_q[None, :], axis=1) + b_u * tl.sum(b_k * b_q, axis=0)
         b_s += b_u[:, None] * b_k[None, :]
         i_to = tl.load(p_to + i_b * T + i_t).to(tl.int64)
         m_s = o_v < tl.where(i_to >= 0, V, 0)
@@ -103,7 +99,7 @@ def verify(
     mamba2 = spec.rules.gain_sets_decay
     g = inputs.beta if inputs.g is None else inputs.g
     rate = inputs.beta if decay_rate is None else decay_rate
-    launch = launch_of(spec, isa_of(pool.device), batch)
+    launch = find_launch("standard", "", spec.value_dim, spec.key_dim, isa_of(pool.device), batch)
     rows = min(launch.rows, max(16, triton.next_power_of_2(spec.value_dim)))
     run(
         snapshots_kernel, (spec.heads * triton.cdiv(spec.value_dim, rows), batch), launch,

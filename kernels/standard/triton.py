@@ -22,7 +22,7 @@ from ..launch import find_launch, isa_of, run
 
 
 @triton.jit
-def _decayed(
+def decayed(
     b_s, b_k, b_v, b_beta, b_g,
     MAMBA2: tl.constexpr, CHANNEL: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
@@ -90,10 +90,10 @@ def standard_kernel(
         b_rv = tl.load(p_ring_v + i_t * (H * V) + o_v, mask=m_v, other=0.0)
         b_rbeta = tl.load(p_ring_beta + i_t * H)
         b_rg = b_g if MAMBA2 else tl.load(p_ring_g + i_t * (H * G) + o_g)
-        b_s, b_rk, b_u = _decayed(b_s, b_rk, b_rv, b_rbeta, b_rg, MAMBA2, CHANNEL, NORM)
+        b_s, b_rk, b_u = decayed(b_s, b_rk, b_rv, b_rbeta, b_rg, MAMBA2, CHANNEL, NORM)
         b_s += b_u[:, None] * b_rk[None, :]
 
-    b_s, b_k, b_u = _decayed(b_s, b_k, b_v, b_beta, b_g, MAMBA2, CHANNEL, NORM)
+    b_s, b_k, b_u = decayed(b_s, b_k, b_v, b_beta, b_g, MAMBA2, CHANNEL, NORM)
     b_q = b_q.to(tl.float32)
     if NORM:
         b_q *= inverse_norm(tl.sum(b_q * b_q, axis=0))
