@@ -39,6 +39,7 @@ WINDOW = 8
 POLICIES: tuple[StatePolicy, ...] = (
     *(StatePolicy(read=read) for read in (None, *FORMATS)),
     StatePolicy(read="nvfp4", scale_rule="four_over_six"),
+    StatePolicy(read="nvfp4", scale_rule="mse"),
     StatePolicy(read="nvfp4", rotation="hadamard16"),
     StatePolicy(read="nvfp4", rotation="hadamard"),
     StatePolicy(read="nvfp4", scale_rule="four_over_six", rotation="hadamard", balanced=True),
@@ -195,7 +196,7 @@ def _ties(grid: Grid, device: torch.device) -> list[Check]:
 
 def _codec(format: str, quick: bool, device: torch.device) -> list[Check]:
     """Hard, tiny, huge and ordinary states under each rule and rotation."""
-    rules = [rule for rule in FORMATS[format].scale_rules if rule in ("amax", "four_over_six")]
+    rules = [rule for rule in FORMATS[format].scale_rules if rule != "mse" or format == "nvfp4"]
     scaled = FORMATS[format].scaling is not None
     rotations = (None, "hadamard16", "hadamard") if scaled and not quick else (None,)
     ordinary = torch.randn(2, 16, 128, generator=torch.Generator().manual_seed(2))

@@ -21,6 +21,7 @@ from ..quant.formats import FORMATS
 from ..quant.policy import StatePolicy
 from ..quant.spec import LayerSpec
 from ..quant.state import DecodeState
+from .device import tile
 from .device.targets import triton, unavailable
 from .device.views import rotation_size, slot_stride
 from .fold.renew import needs_top, renew
@@ -45,8 +46,8 @@ def unsupported_layer(spec: LayerSpec, policy: StatePolicy) -> str | None:
     """Why there are no kernels for such a layer, or None."""
     if policy.checkpoint != "fp32" or policy.stochastic:
         return f"the fold kernel keeps an FP32 checkpoint, not {policy.checkpoint}"
-    if policy.scale_rule == "mse":
-        return "the device codec has the scale rules amax and four_over_six, not mse"
+    if reason := tile.lacks(policy):
+        return reason
     if policy.window > MAX_WINDOW:
         return f"the window kernels hold up to {MAX_WINDOW} tokens, not {policy.window}"
     if spec.key_dim & (spec.key_dim - 1) or not 32 <= spec.key_dim <= 256:

@@ -17,7 +17,7 @@ from quantize_state.quant.rounding import E2M1, E4M3, INT8
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason=unavailable() or "Triton was imported without TRITON_INTERPRET=1")
 
-FORMAT_RULES = [(name, "amax") for name in FORMATS] + [("nvfp4", "four_over_six")]
+FORMAT_RULES = [(name, "amax") for name in FORMATS] + [("nvfp4", "four_over_six"), ("nvfp4", "mse")]
 
 
 @triton.jit

@@ -255,7 +255,7 @@ def test_what_the_kernels_refuse():
 
     assert reason(read="nvfp4") is None
     assert "bf16" in reason(checkpoint="bf16")
-    assert "mse" in reason(read="nvfp4", scale_rule="mse")
+    assert "mse" in reason(read="fp8_e4m3", scale_rule="mse") and reason(read="nvfp4", scale_rule="mse") is None
     assert "128" in reason(window=128)
     odd = DecodeState.allocate(LayerSpec("gdn", 1, 1, 16, 48), StatePolicy(), 1)
     assert "48" in sequence.unsupported(odd)

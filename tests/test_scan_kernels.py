@@ -49,6 +49,7 @@ MORE = [
     *(f"coupled-{name}-w3-sr" for name in FORMATS if name != "fp32"),
     *(f"coupled-{name}" for name in ("bf16", "mxfp4", "fp8_e4m3")),
     "coupled-int8-sr", "decoupled-nvfp4-w4-four_over_six-hadamard16", "coupled-nvfp4-w4-four_over_six",
+    "coupled-nvfp4-w4-mse",
     "decoupled-mxfp4-w4-hadamard", "decoupled-nvfp4-w4-balanced", "decoupled-fp8-w4-balanced-hadamard16",
     "replay-fp32-w17", "replay-fp16-w4",
 ]  # fmt: skip
@@ -237,8 +238,8 @@ def test_which_engine_runs():
 
     assert steps._windows_engine(state("cuda", checkpoint="nvfp4", window=1)) is kernels.scan_windows
     assert steps._windows_engine(state("cpu")) is reference
-    assert steps._windows_engine(state("cuda", read="nvfp4", scale_rule="mse")) is reference
-    assert "mse" in kernels.unsupported(state("cuda", read="nvfp4", scale_rule="mse"))
+    assert steps._windows_engine(state("cuda", read="int8", scale_rule="mse")) is reference
+    assert "mse" in kernels.unsupported(state("cuda", read="int8", scale_rule="mse"))
     assert "128" in kernels.unsupported(state("cuda", window=128))
     odd = SimpleNamespace(key_dim=48)
     assert "48" in kernels.unsupported_layer(odd, StatePolicy())
@@ -247,7 +248,7 @@ def test_which_engine_runs():
 @triton.jit
 def _fake_kernel(
     p_x, p_keys, p_y, V: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
-    FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, STOCHASTIC: tl.constexpr,
+    FORMAT: tl.constexpr, RULE: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0)
     o_v = tl.arange(0, R)
@@ -255,12 +256,14 @@ def _fake_kernel(
     m_x = (o_v < V)[:, None]
     b_x = tl.load(p_x + i * (V * K) + o_x, mask=m_x, other=0.0)
     b_random = fake.uniform(o_x, tl.load(p_keys + 2 * i), tl.load(p_keys + 2 * i + 1))
-    b_y = fake.fake_quantize(b_x, codec.tile_amax(b_x), b_random, FORMAT, FOUR_OVER_SIX, STOCHASTIC)
+    b_y = fake.fake_quantize(b_x, codec.tile_amax(b_x), b_random, FORMAT, RULE, STOCHASTIC)
     tl.store(p_y + i * (V * K) + o_x, b_y, mask=m_x)
 
 
 @pytest.mark.parametrize("stochastic", [False, True])
-@pytest.mark.parametrize("format,rule", [*((name, "amax") for name in FORMATS), ("nvfp4", "four_over_six")])
+@pytest.mark.parametrize(
+    "format,rule", [*((name, "amax") for name in FORMATS), ("nvfp4", "four_over_six"), ("nvfp4", "mse")]
+)
 def test_fake_quantize_to_the_bit(format, rule, stochastic):
     """Ordinary tiles, and one with zeros, −0, subnormals, all-zero blocks beside tiny ones, and outliers."""
     if stochastic and not FORMATS[format].stochastic:
@@ -280,5 +283,5 @@ def test_fake_quantize_to_the_bit(format, rule, stochastic):
     expected = fake_quantize(x, format, rule, seeds=seeds if stochastic else None)
     y = torch.full_like(x, float("nan"))
     keys = torch.stack(stream_keys(seeds), dim=-1)
-    _fake_kernel[(5,)](x, keys, y, V=20, R=32, K=64, FORMAT=format, FOUR_OVER_SIX=rule != "amax", STOCHASTIC=stochastic)
+    _fake_kernel[(5,)](x, keys, y, V=20, R=32, K=64, FORMAT=format, RULE=rule, STOCHASTIC=stochastic)
     assert torch.equal(bits(y), bits(expected))

@@ -138,7 +138,8 @@ def test_a_state_that_is_not_finite_is_named_and_bad_queries_are_not(value):
 @pytest.mark.parametrize(
     "policy",
     [{"read": f} for f in FORMATS]
-    + [{"read": "nvfp4", "scale_rule": "four_over_six"}, {"read": "nvfp4", "rotation": "hadamard"}]
+    + [{"read": "nvfp4", "scale_rule": rule} for rule in ("four_over_six", "mse")]
+    + [{"read": "nvfp4", "rotation": "hadamard"}]
     + [{"read": "nvfp4", "balanced": True}, {"read": "fp8_e4m3", "rotation": "hadamard", "balanced": True}],
     ids=str,
 )

@@ -3,7 +3,7 @@
 Helpers for tiles b_x [R, K] float32 in registers. All rounding is one addition in float32 (see ``Grid.nearest``),
 never a round trip through an 8-bit float: the ptxas that ships with Triton 3.6 miscompiles that on sm_90 without
 an error. Divisions are IEEE divisions. Callers compile with ``enable_fp_fusion=False``: the squared errors of
-four_over_six are rounded before they are added.
+four_over_six and mse are rounded before they are added.
 """
 
 from __future__ import annotations
@@ -182,19 +182,31 @@ def _fitting_error(b_a, b_multiplier, ISA: tl.constexpr):
 
 
 @triton.jit
-def two_level_scale(b_a, b_top, FOUR_OVER_SIX: tl.constexpr, ISA: tl.constexpr, UNCLIPPED: tl.constexpr = False):
+def two_level_scale(b_a, b_top, RULE: tl.constexpr, ISA: tl.constexpr, UNCLIPPED: tl.constexpr = False):
     """NVFP4's scales of magnitudes [R, K] of a head whose largest is b_top (a scalar): the blocks' scales and maxima
     [R, K / 16], and the head's scale. UNCLIPPED: for stochastic rounding."""
     b_amax = block_amax(b_a, 16)
-    CEILING: tl.constexpr = 256.0 if FOUR_OVER_SIX else 448.0
+    CEILING: tl.constexpr = 448.0 if RULE == "amax" else 256.0
     b_total = tl.div_rn(b_top, 6.0 * CEILING)
     b_total = tl.minimum(tl.maximum(b_total, SMALLEST), LARGEST / (6.0 * 448.0))
     b_scale = _e4m3_round(tl.div_rn(b_amax, b_total * 6.0), UNCLIPPED)
-    if FOUR_OVER_SIX:
-        b_wide = _e4m3_round(tl.div_rn(b_amax, b_total * 4.0), UNCLIPPED)
-        b_narrow_error = _fitting_error(b_a, b_scale * b_total, ISA) * (b_scale * b_scale)
-        b_wide_error = _fitting_error(b_a, b_wide * b_total, ISA) * (b_wide * b_wide)
-        b_scale = tl.where(b_wide_error < b_narrow_error, b_wide, b_scale)
+    if RULE != "amax":
+        b_least = _fitting_error(b_a, b_scale * b_total, ISA) * (b_scale * b_scale)
+    if RULE == "four_over_six":
+        b_other = _e4m3_round(tl.div_rn(b_amax, b_total * 4.0), UNCLIPPED)
+        b_error = _fitting_error(b_a, b_other * b_total, ISA) * (b_other * b_other)
+        b_scale = tl.where(b_error < b_least, b_other, b_scale)
+    elif RULE == "mse":
+        b_code = e4m3_scale_code(b_scale)
+        for i in range(1, 7 if UNCLIPPED else 9):  # codes further by 1, −1, 2, −2, 3, 4, 5, 6; by 1 to 6
+            i_near = i
+            if not UNCLIPPED:
+                i_near = tl.where(i > 4, i - 2, tl.where(i % 2 == 1, (i + 1) // 2, -(i // 2)))
+            b_other = e4m3_scale(tl.minimum(tl.maximum(b_code + i_near, 1), 0x7E))
+            b_error = _fitting_error(b_a, b_other * b_total, ISA) * (b_other * b_other)
+            b_better = b_error < b_least
+            b_scale = tl.where(b_better, b_other, b_scale)
+            b_least = tl.where(b_better, b_error, b_least)
     return b_scale, b_amax, b_total
 
 

@@ -62,7 +62,7 @@ def _unclipped_power(b_amax, EMAX: tl.constexpr, MAX: tl.constexpr):
 
 
 @triton.jit
-def fake_quantize(b_x, b_top, b_random, FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, STOCHASTIC: tl.constexpr):
+def fake_quantize(b_x, b_top, b_random, FORMAT: tl.constexpr, RULE: tl.constexpr, STOCHASTIC: tl.constexpr):
     """decode(encode(b_x)). b_top: for nvfp4 the largest magnitude of the whole head. b_random [R, K] in
     [0, 1): numbers of stochastic rounding, else anything."""
     b_a = tl.abs(b_x)
@@ -86,7 +86,7 @@ def fake_quantize(b_x, b_top, b_random, FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.
         BLOCK: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
         EMAX: tl.constexpr = 8 if FORMAT == "mxfp8" else 2
         if FORMAT == "nvfp4":
-            b_scale, _, b_total = two_level_scale(b_a, b_top, FOUR_OVER_SIX, 0, STOCHASTIC)
+            b_scale, _, b_total = two_level_scale(b_a, b_top, RULE, 0, STOCHASTIC)
             b_scale = b_scale * b_total
         elif STOCHASTIC:
             b_scale = _unclipped_power(block_amax(b_a, BLOCK), EMAX, 448.0 if FORMAT == "mxfp8" else 6.0)

@@ -34,7 +34,7 @@ def values_kernel(p_code, p_e4m3, p_e2m1, p_scale, p_power, N: tl.constexpr, ISA
 @triton.jit
 def encode_kernel(
     p_x, p_codes, p_row, p_block, p_total, p_decoded, V: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
-    FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, ROTATE: tl.constexpr, ISA: tl.constexpr,
+    FORMAT: tl.constexpr, RULE: tl.constexpr, ROTATE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads): encode x [heads, V, K], and decode what was stored."""
     i_h = tl.program_id(0)
@@ -46,7 +46,7 @@ def encode_kernel(
     if ROTATE > 1:
         b_x = codec.hadamard(b_x, ROTATE)
     b_top = codec.tile_amax(b_x)
-    tile.store_tile(b_x, b_top, p_codes, p_row, p_block, p_total + i_h, o_rows, m_v, FORMAT, FOUR_OVER_SIX, ISA)
+    tile.store_tile(b_x, b_top, p_codes, p_row, p_block, p_total + i_h, o_rows, m_v, FORMAT, RULE, ISA)
     tl.debug_barrier()  # other threads of this program wrote what is read back now
     b_back = tile.load_tile(p_codes, p_row, p_block, p_total + i_h, o_rows, m_v, K, FORMAT, ISA)
     tl.store(p_decoded + o_x, b_back, mask=m_v[:, None])
@@ -83,7 +83,7 @@ def codec_differences(x: Tensor, format: str, rule: str = "amax", rotation: str 
         encode_kernel, (heads,), Launch(warps=4),
         x, raw["codes"], *(raw.get(f"scales.{n}", none) for n in ("row", "block", "global")), decoded,
         V=value_dim, R=max(16, triton.next_power_of_2(value_dim)), K=key_dim,
-        FORMAT=format, FOUR_OVER_SIX=rule == "four_over_six",
+        FORMAT=format, RULE=rule,
         ROTATE={None: 0, "hadamard16": 16, "hadamard": key_dim}[rotation], ISA=isa_of(x.device),
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -6,6 +6,8 @@ that slot; K is a power of two, so that no block is padded. One-byte floats come
 
 from __future__ import annotations
 
+from ...quant.formats import FORMATS
+from ...quant.policy import StatePolicy
 from .codec import (
     bf16_bits,
     block_amax,
@@ -26,10 +28,19 @@ from .codec import (
 from .targets import tl, triton
 
 
+def lacks(policy: StatePolicy) -> str | None:
+    """Why the device codec cannot encode as ``policy`` says, or None: it has the scale rule mse for nvfp4 alone."""
+    if policy.scale_rule == "mse":
+        for name in (policy.checkpoint, policy.read):
+            if name not in (None, "nvfp4") and FORMATS[name].scaling is not None:
+                return f"the device codec has the scale rule mse for nvfp4 alone, not for {name}"
+    return None
+
+
 @triton.jit
 def store_tile(
     b_x, b_top, p_codes, p_row, p_block, p_total, o_rows, m_rows,
-    FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, ISA: tl.constexpr,
+    FORMAT: tl.constexpr, RULE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Encode b_x [R, K] float32 and store codes and scales. Rows outside m_rows must hold zeros.
 
@@ -59,7 +70,7 @@ def store_tile(
     else:
         BLOCK: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
         if FORMAT == "nvfp4":
-            b_scale, b_amax, b_total = two_level_scale(b_a, b_top, FOUR_OVER_SIX, ISA)
+            b_scale, b_amax, b_total = two_level_scale(b_a, b_top, RULE, ISA)
             b_multiplier = b_scale * b_total
             # an all-zero block has scale 1
             b_stored = e4m3_scale_code(tl.where(b_amax == 0.0, 1.0, b_scale))

@@ -25,7 +25,7 @@ def renew_kernel(
     s_state, s_codes, s_row, s_block, s_total,
     B, H, V,
     K: tl.constexpr, R: tl.constexpr,
-    FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, BALANCED: tl.constexpr, ROTATE: tl.constexpr,
+    FORMAT: tl.constexpr, RULE: tl.constexpr, BALANCED: tl.constexpr, ROTATE: tl.constexpr,
     LIST: tl.constexpr, TOP: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Persistent programs over (row, head, tile of R rows of V). nvfp4 without TOP goes over the head once more."""
@@ -54,7 +54,7 @@ def renew_kernel(
                     b_top = tl.maximum(b_top, tile_amax(turned(b_x, p_columns + i_h * K, BALANCED, ROTATE)))
             store_tile(
                 b_s, b_top, p_codes + i_slot * s_codes, p_row + i_slot * s_row, p_block + i_slot * s_block,
-                p_total + i_slot * s_total + i_h, i_h * V + o_v, m_v, FORMAT, FOUR_OVER_SIX, ISA,
+                p_total + i_slot * s_total + i_h, i_h * V + o_v, m_v, FORMAT, RULE, ISA,
             )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def renew(
         slot_stride(state.checkpoint.codes, "checkpoint"),
         views.codes_stride, views.row_stride, views.block_stride, views.total_stride,
         batch, spec.heads, spec.value_dim,
-        K=spec.key_dim, R=size, FORMAT=copy.format, FOUR_OVER_SIX=copy.scale_rule == "four_over_six",
+        K=spec.key_dim, R=size, FORMAT=copy.format, RULE=copy.scale_rule,
         BALANCED=copy.columns is not None, ROTATE=rotation_size(copy),
         LIST=rows is not None, TOP=needs_top(copy) and top is not None, ISA=isa,
         enable_fp_fusion=False,  # quant/scales.py rounds squares before it adds them

@@ -21,6 +21,7 @@ from ...quant.policy import StatePolicy
 from ...quant.rounding import stream_keys
 from ...quant.spec import LayerSpec
 from ...quant.state import DecodeState
+from ..device import tile
 from ..device.codec import hadamard, tile_amax, turned
 from ..device.dot import dot_fp32
 from ..device.fake import fake_quantize, uniform
@@ -41,7 +42,7 @@ EXACT_CHUNK = 16
 
 @triton.jit
 def _checkpoint(
-    b_s, o_s, p_keys, FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, ROTATE: tl.constexpr, STOCHASTIC: tl.constexpr
+    b_s, o_s, p_keys, FORMAT: tl.constexpr, RULE: tl.constexpr, ROTATE: tl.constexpr, STOCHASTIC: tl.constexpr
 ):  # fmt: skip
     """What a checkpoint in FORMAT holds of b_s [R, K], whose elements have the numbers o_s in their head."""
     if ROTATE > 1:
@@ -50,7 +51,7 @@ def _checkpoint(
     if STOCHASTIC:
         b_random = uniform(o_s, tl.load(p_keys), tl.load(p_keys + 1))
     b_top = tile_amax(b_s) if FORMAT == "nvfp4" else 0.0
-    b_s = fake_quantize(b_s, b_top, b_random, FORMAT, FOUR_OVER_SIX, STOCHASTIC)
+    b_s = fake_quantize(b_s, b_top, b_random, FORMAT, RULE, STOCHASTIC)
     if ROTATE > 1:
         b_s = hadamard(b_s, ROTATE)
     return b_s
@@ -85,7 +86,7 @@ def carry_kernel(
     s_vb, s_vt, s_yb, s_yt,
     W, I, T, L, H, V, BH,
     K: tl.constexpr, LP: tl.constexpr, R: tl.constexpr, MAMBA2: tl.constexpr, CHANNEL: tl.constexpr,
-    FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, ROTATE: tl.constexpr, STOCHASTIC: tl.constexpr,
+    FORMAT: tl.constexpr, RULE: tl.constexpr, ROTATE: tl.constexpr, STOCHASTIC: tl.constexpr,
     STAGES: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Grid (B · H, V / R), R >= V for nvfp4. LP: L padded to at least 16, or 1 for windows of one token, which store
@@ -109,7 +110,7 @@ def carry_kernel(
         i_start = i_w * L
         if FORMAT != "fp32":  # noqa: SIM102 (known at compile time, which the next is not)
             if i_w >= I:
-                b_s = _checkpoint(b_s, o_s, p_keys + 2 * i, FORMAT, FOUR_OVER_SIX, ROTATE, STOCHASTIC)
+                b_s = _checkpoint(b_s, o_s, p_keys + 2 * i, FORMAT, RULE, ROTATE, STOCHASTIC)
         b_decay = tl.load(p_decay + i * K + o_k)[None, :] if CHANNEL else tl.load(p_decay + i)
         if LP == 1:
             b_u = tl.load(p_v + i_start * s_vt + o_v, mask=m_v, other=0.0).to(tl.float32)
@@ -140,7 +141,7 @@ def read_kernel(
     s_vb, s_vt, s_yb, s_yt,
     T, L, H, V, BH,
     K: tl.constexpr, LP: tl.constexpr, R: tl.constexpr,
-    FORMAT: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, BALANCED: tl.constexpr, ROTATE: tl.constexpr,
+    FORMAT: tl.constexpr, RULE: tl.constexpr, BALANCED: tl.constexpr, ROTATE: tl.constexpr,
     ENCODED: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Grid (B · H, W): y = Q(S₀)·Θ + Vᵀ·C of all tokens but the last of each window. ENCODED: starts are Q(S₀)
@@ -179,7 +180,7 @@ def read_kernel(
         b_s = tl.load(p_starts + o_v[:, None] * K + o_k[None, :], mask=m_v[:, None], other=0.0)
         if not ENCODED:
             b_s = turned(b_s, p_columns, BALANCED, ROTATE)
-            b_s = fake_quantize(b_s, b_top, 0.0, FORMAT, FOUR_OVER_SIX, False)
+            b_s = fake_quantize(b_s, b_top, 0.0, FORMAT, RULE, False)
         b_v = tl.load(p_v + o_l[:, None] * s_vt + o_v[None, :], mask=m_l[:, None] & m_v[None, :], other=0.0)
         b_y = dot_fp32(b_theta, tl.trans(b_s), ISA) + dot_fp32(b_c, b_v.to(tl.float32), ISA)
         m_y = (o_l < i_used - 1)[:, None] & m_v[None, :]
@@ -193,8 +194,8 @@ def unsupported(state: DecodeState) -> str | None:
 
 def unsupported_layer(spec: LayerSpec, policy: StatePolicy) -> str | None:
     """Why there is no scan kernel for such a layer, or None."""
-    if policy.scale_rule == "mse":
-        return "the device codec has the scale rules amax and four_over_six, not mse"
+    if reason := tile.lacks(policy):
+        return reason
     if policy.window > MAX_WINDOW:
         return f"the scan kernels hold windows of up to {MAX_WINDOW} tokens, not {policy.window}"
     if spec.key_dim & (spec.key_dim - 1) or not 32 <= spec.key_dim <= 256:
@@ -311,7 +312,7 @@ def _piece(
         carried, carried, starts, terms.decay, terms.x, terms.p, terms.query, v, keys, y,
         v.stride(0), v.stride(1), y.stride(0), y.stride(1),
         windows, int(first), tokens, length, heads, value_dim, lanes, LP=padded, R=tile,
-        FORMAT=format, FOUR_OVER_SIX=rule == "four_over_six", ROTATE=rotation_size(state.checkpoint),
+        FORMAT=format, RULE=rule, ROTATE=rotation_size(state.checkpoint),
         STOCHASTIC=policy.stochastic, STAGES=launch.stages, ISA=isa,
         enable_fp_fusion=format == "fp32", **sizes,
     )  # fmt: skip
@@ -341,7 +342,7 @@ def _read(
         v, y, v.stride(0), v.stride(1), y.stride(0), y.stride(1),
         inputs.tokens, length, spec.heads, spec.value_dim, lanes,
         K=spec.key_dim, LP=max(16, triton.next_power_of_2(length)), R=min(launch.rows, padded_rows(spec.value_dim)),
-        FORMAT=format, FOUR_OVER_SIX=source.scale_rule == "four_over_six",
+        FORMAT=format, RULE=source.scale_rule,
         BALANCED=columns is not None, ROTATE=rotation_size(state.copy), ENCODED=encoded, ISA=isa,
         enable_fp_fusion=False,
     )  # fmt: skip
