@@ -171,6 +171,9 @@ def test_where_the_standard_kernel_is_as_fast(tmp_path, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert [eval(line.split("  #")[0].strip().removesuffix(","), {"Crossover": Crossover}) for line in lines] == entries
     assert lines[0].endswith("# s: 2 to 128 heads measured")
+    result.cases[:] = [c for c in result.cases if c.batch > 1]
+    assert sweep.main(["--paths", str(tmp_path / "speed.json")]) == 2
+    assert "from batch 1 on: bench --batch 1,2,4" in capsys.readouterr().err
 
 
 def test_shapes_of_one_kind_share_a_crossover():

@@ -177,7 +177,8 @@ def source(entry: Entry) -> str:
 
 def crossovers(result: SpeedResult) -> list[tuple[Crossover, str]]:
     """For each kind of layer and read format: the most heads, of those measured from the fewest on without a gap, with
-    which the standard kernel is at least as fast as a mixed step; and a comment that names what was measured."""
+    which the standard kernel is at least as fast as a mixed step; and a comment that names what was measured. Raises
+    InvalidValueError for a result without the smallest batch, which says nothing about it."""
     times = {(c.shape, c.arm, c.batch): c.serving_us for c in result.cases if c.serving_us is not None}
     points: dict[tuple[str, str, int, int], list[tuple[int, bool, str]]] = {}
     for case in result.cases:
@@ -188,6 +189,9 @@ def crossovers(result: SpeedResult) -> list[tuple[Crossover, str]]:
         assert policy is not None
         key = (case.family, policy.read or policy.checkpoint, case.value_dim, case.key_dim)
         points.setdefault(key, []).append((case.heads * case.batch, standard <= own, case.shape))
+    smallest = {c.shape: min(o.batch for o in result.cases if o.shape == c.shape) for c in result.cases}
+    if not points or max(smallest.values()) > 1:
+        raise InvalidValueError("--paths needs standard and other arms from batch 1 on: bench --batch 1,2,4,8,16,32")
     found = []
     for key, measured in points.items():
         paying = itertools.takewhile(lambda p: p[1], sorted(measured, key=lambda p: (p[0], p[1])))
