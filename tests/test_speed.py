@@ -161,6 +161,8 @@ def test_shares():
     assert (speed, of_read, of_copy) == pytest.approx((2000, 0.5, 2 / 3))
     assert of_floor == pytest.approx((2e6 / 4e12 + 2e6 / 3e12) / 2e-6)
     assert memory.at_size(measured(), "read", 8e8) == 4500
+    *_, of_floor = memory.shares(measured(), traffic.Traffic({"state": 1e6}, {"state": 3e6}), 2.0)
+    assert of_floor == pytest.approx(4e6 / 3e12 / 2e-6), "writes beyond the reads take time too"
 
 
 # The whole bench, by the interpreter, with a clock that makes its times up

@@ -55,5 +55,5 @@ def shares(measured: Sequence[Bandwidth], traffic: Traffic, microseconds: float)
     total = read + written
     speed = total / microseconds / 1e3
     reads, copies = at_size(measured, "read", total), at_size(measured, "copy", total)
-    floor = (max(0.0, read - written) / reads + 2 * min(read, written) / copies) / 1e3
+    floor = (max(0.0, read - written) / reads + (min(read, written) + written) / copies) / 1e3
     return speed, speed / reads, speed / copies, floor / microseconds
