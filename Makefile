@@ -6,6 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 SPEED := $(wildcard results/speed/speed-*.json)
+SPECULATIVE := $(wildcard results/speed/speculative-*.json)
 
 VLLM := .venv-vllm
 
@@ -52,6 +53,7 @@ docs: setup
 report: setup
 	$(BIN)/python -m quantize_state.evals.table results/accuracy/*.json --readme README.md
 	$(if $(SPEED),$(BIN)/python -m quantize_state.evals.speed.table $(SPEED) --out results/speed)
+	$(if $(SPECULATIVE),$(BIN)/python -m quantize_state.evals.speed.speculative_table $(SPECULATIVE) --out results/speed)
 
 clean:
 	rm -rf $(VENV) $(VLLM) build *.egg-info src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

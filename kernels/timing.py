@@ -133,10 +133,10 @@ class Schedule:
 
 def slots_needed(batch: int, launch_bytes: int, l2: int) -> int:
     """Slots of a pool in which a slot is used again only after COLD times the L2 cache."""
-    return max(POOL_SLOTS, _cold_groups(launch_bytes, l2) * batch + 1)
+    return max(POOL_SLOTS, cold_groups(launch_bytes, l2) * batch + 1)
 
 
-def _cold_groups(launch_bytes: int, l2: int) -> int:
+def cold_groups(launch_bytes: int, l2: int) -> int:
     return max(2, math.ceil(COLD * l2 / launch_bytes) + 1)
 
 
@@ -147,7 +147,7 @@ def schedule(kind: Kind, batch: int, window: int, slots: int, launch_bytes: int,
     everywhere. ``mixed``: the rows of a launch spread over 0 to L − 1, so that one in L flushes. Raises
     InvalidValueError where the pool is too small for cold caches, or a window of one has no step without a flush.
     """
-    available, needed = slots // batch, _cold_groups(launch_bytes, l2)
+    available, needed = slots // batch, cold_groups(launch_bytes, l2)
     if available < needed:
         raise InvalidValueError(
             f"{slots} slots are {available} groups of {batch} rows; {needed} are needed, so that {COLD} times the "

@@ -1,4 +1,5 @@
-"""The bench's plot: how much faster than the standard kernel a step is, by batch, one panel per shape."""
+"""The bench's plots: how much faster than the standard kernel a step is, by batch, and what a verification of T tokens
+costs; one panel per shape."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from importlib import resources
 from ..axes import line
 from ..svg import css, drawing, new_figure, to_svg
 from ..view import Style, styles
-from .result import Case, SpeedResult
+from .result import Case, SpeculativeResult, SpeedResult, VerifyCase
 from .table import by_shape_and_batch, dimensions, standard_of
 
 WIDTH, PANEL = 940, 300
@@ -49,6 +50,51 @@ def speedup_svg(results: Sequence[SpeedResult]) -> str | None:
         shown = [line(grid[0][0], [], [], style) for style in look.values()]
         figure.legend(shown, list(look), loc="outside upper center", ncols=min(6, len(look)), frameon=False)
         return _standalone(to_svg(figure, "speed", "Speed-up of the mixed step over the standard kernel, by batch"))
+
+
+def verification_svg(results: Sequence[SpeculativeResult]) -> str | None:
+    """µs of a verification by its tokens, full acceptance, at the batch nearest to 256; a whole SVG file, or None."""
+    panels = {shape: cases for result in results for shape, cases in _verifications(result).items()}
+    if not panels:
+        return None
+    look = _styles(list(dict.fromkeys(c.arm for cases in panels.values() for c in cases)))
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    with drawing():
+        figure = new_figure(WIDTH, PANEL * rows + 24)
+        grid = figure.subplots(rows, columns, squeeze=False)
+        for axes in list(grid.flat)[len(panels) :]:
+            axes.set_visible(False)
+        for axes, (shape, cases) in zip(grid.flat, panels.items(), strict=False):
+            for arm, style in look.items():
+                steps = [(c.tokens, c.step("full")) for c in cases if c.arm == arm]
+                points = [(t, s.time.median) for t, s in steps if s is not None]
+                line(axes, [t for t, _ in points], [us for _, us in points], style)
+            first = cases[0]
+            axes.set_title(
+                f"{shape}\n{first.family}, {dimensions(first)}, batch {first.batch}", fontsize=9.5, loc="left"
+            )
+            axes.set_yscale("log")
+            axes.set_xticks(sorted({c.tokens for c in cases}))
+            axes.grid(True, axis="y")
+            axes.set_axisbelow(True)
+        figure.supylabel("µs per verification, every draft right", fontsize=9.5)
+        figure.supxlabel("tokens verified", fontsize=9.5)
+        shown = [line(grid[0][0], [], [], style) for style in look.values()]
+        figure.legend(shown, list(look), loc="outside upper center", ncols=min(6, len(look)), frameon=False)
+        return _standalone(to_svg(figure, "verify", "Time of a verification by its number of tokens"))
+
+
+def _verifications(result: SpeculativeResult) -> dict[str, list[VerifyCase]]:
+    """By shape: timed cases of the batch nearest to 256, where several numbers of tokens were."""
+    found: dict[str, list[VerifyCase]] = {}
+    for shape in dict.fromkeys(c.shape for c in result.cases):
+        cases = [c for c in result.cases if c.shape == shape and c.status == "timed"]
+        batch = min({c.batch for c in cases}, key=lambda b: abs(b - 256), default=0)
+        cases = [c for c in cases if c.batch == batch]
+        if len({c.tokens for c in cases}) > 1:
+            found[shape] = cases
+    return found
 
 
 def _curves(result: SpeedResult) -> dict[str, tuple[Case, dict[str, list[tuple[int, float]]]]]:

@@ -123,3 +123,81 @@ class SpeedResult:
     def write(self, path: Path) -> None:
         """Raises QuantizeStateError where ``path`` exists: results are never overwritten."""
         write_atomic(path, dump(self), overwrite=False)
+
+
+SPECULATIVE_SCHEMA = "quantize-state/speculative-speed/1"
+
+
+@dataclass(frozen=True)
+class VerifyStep:
+    """One kind of step that verifies ``tokens`` tokens a row: its time, the bytes it has to move, and what they say.
+
+    ``reads``: no row ends a window and no draft is cut. ``full`` and ``partial``: rows where they are found after a
+    long time, if drafts are right with probability ``acceptance``; ``flushing`` of them end a window in a step, and
+    ``accepted`` tokens are committed, means over rows. Shares as in Step.
+    """
+
+    kind: Literal["reads", "full", "partial"]
+    acceptance: float
+    accepted: float
+    flushing: float
+    time: Time
+    bytes_read: dict[str, float]
+    bytes_written: dict[str, float]
+    gb_per_s: float
+    share_of_read: float
+    share_of_copy: float
+    share_of_floor: float
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.bytes_read.values()) + sum(self.bytes_written.values())
+
+
+@dataclass(frozen=True)
+class VerifyCase:
+    """One arm at one shape, batch and number of tokens to verify. ``standard``: that many plain steps; ``snapshots``:
+    a state written for every token. ``resident_bytes``: of one sequence in one layer, ring included."""
+
+    shape: str
+    family: str
+    heads: int
+    key_heads: int
+    value_dim: int
+    key_dim: int
+    batch: int
+    window: int
+    arm: str
+    tokens: int
+    status: Status
+    note: str
+    checks: list[Check]
+    steps: list[VerifyStep]
+    resident_bytes: int
+
+    def step(self, kind: str) -> VerifyStep | None:
+        """That kind of step; the baselines have one, which is every kind."""
+        found = next((s for s in self.steps if s.kind == kind), None)
+        return self.steps[0] if found is None and self.steps and self.arm in BASELINES else found
+
+
+BASELINES = ("standard", "snapshots")
+
+
+@dataclass(frozen=True)
+class SpeculativeResult:
+    """A run of ``quantize-state bench --speculative`` on one device."""
+
+    bandwidth: list[Bandwidth]
+    cases: list[VerifyCase]
+    provenance: Provenance
+    schema: str = SPECULATIVE_SCHEMA
+
+    @classmethod
+    def read(cls, path: str | Path) -> SpeculativeResult:
+        """Raises FileFormatError for a file that is no whole result of this version."""
+        return load(cls, Path(path), SPECULATIVE_SCHEMA)
+
+    def write(self, path: Path) -> None:
+        """Raises QuantizeStateError where ``path`` exists: results are never overwritten."""
+        write_atomic(path, dump(self), overwrite=False)

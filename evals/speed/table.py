@@ -16,7 +16,7 @@ from pathlib import Path
 from ...quant.errors import QuantizeStateError
 from ..records import write_atomic
 from ..report import markdown_text
-from .result import Case, SpeedResult, Step
+from .result import Case, SpeculativeResult, SpeedResult, Step, VerifyCase
 
 COLUMNS = ("non-flush", "flush", "amortised", "mixed", "× standard", "MB", "GB/s", "of read", "of copy")
 SLOWER = 1.02
@@ -97,16 +97,26 @@ def standard_of(cases: Sequence[Case]) -> Case | None:
     return next((c for c in cases if c.arm == "standard" and c.status == "timed"), None)
 
 
-def dimensions(case: Case) -> str:
+def dimensions(case: Case | VerifyCase) -> str:
     keys = f"/{case.key_heads}" if case.key_heads != case.heads else ""
     return f"{case.heads}{keys} × {case.value_dim} × {case.key_dim}"
 
 
-def bandwidth_line(result: SpeedResult) -> str:
+def bandwidth_line(result: SpeedResult | SpeculativeResult) -> str:
     def named(kind: str) -> str:
         return ", ".join(f"{b.gb_per_s:,.0f} ({b.bytes / 2**20:,.0f} MiB)" for b in result.bandwidth if b.kind == kind)
 
     return f"Bandwidth measured in the same run, GB/s: read {named('read')}; copy, both ways counted, {named('copy')}."
+
+
+def made_by(result: SpeedResult | SpeculativeResult) -> str:
+    """Device, versions, commit and time, as a page says them."""
+    p = result.provenance
+    return (
+        f"{p.device}, torch {p.versions.get('torch', '?')}, Triton {p.versions.get('triton', '?')}, "
+        f"quantize-state {p.quantize_state} ({(p.git_commit or 'unknown commit')[:9]}"
+        f"{', with changes' if p.git_dirty else ''}), {p.started}."
+    )
 
 
 def print_result(result: SpeedResult) -> None:
@@ -203,17 +213,7 @@ def markdown_page(results: Sequence[SpeedResult], plot: str | None = "speed.svg"
             lines += [""] * bool(notes)
         slow = slower_than_standard(result)
         lines += [f"- {markdown_text(line)}" for line in slow] + [""] * bool(slow)
-        p = result.provenance
-        lines += [
-            markdown_text(bandwidth_line(result)),
-            "",
-            markdown_text(
-                f"{p.device}, torch {p.versions.get('torch', '?')}, Triton {p.versions.get('triton', '?')}, "
-                f"quantize-state {p.quantize_state} ({(p.git_commit or 'unknown commit')[:9]}"
-                f"{', with changes' if p.git_dirty else ''}), {p.started}. {spread(result)}"
-            ),
-            "",
-        ]
+        lines += [markdown_text(bandwidth_line(result)), "", markdown_text(f"{made_by(result)} {spread(result)}"), ""]
     return "\n".join(lines)
 
 

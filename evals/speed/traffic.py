@@ -90,6 +90,31 @@ def flush(spec: LayerSpec, policy: StatePolicy) -> Traffic:
     return Traffic({"state": s.state, "ring": ring, "activations": s.ring_row + s.query}, written | copied)
 
 
+def verification(spec: LayerSpec, policy: StatePolicy, cursor: int, tokens: int, closing: bool) -> Traffic:
+    """``tokens`` verified tokens of one sequence whose ring holds ``cursor`` before them. Where the first closes the
+    window, the others read the copy that it has written."""
+    s = _sizes(spec, policy)
+    drafts, moved = tokens, Traffic({}, {})
+    if closing:
+        drafts, moved = tokens - 1, flush(spec, policy)
+        cursor = 0
+    if drafts == 0:
+        return moved
+    source: dict[str, float] = {"copy": s.copy} if policy.read is not None else {"state": s.state}
+    activations = drafts * (s.ring_row + s.query)
+    reads = source | {"ring": cursor * s.ring_row, "activations": activations}
+    return moved.plus(Traffic(reads, {"ring": drafts * s.ring_row, "activations": drafts * s.output}))
+
+
+def snapshots(spec: LayerSpec, tokens: int) -> Traffic:
+    """``tokens`` tokens of one sequence, with an FP32 state read before them and written after each."""
+    s = _sizes(spec, StatePolicy(window=1))
+    return Traffic(
+        {"state": s.state, "activations": tokens * (s.ring_row + s.query)},
+        {"state": tokens * s.state, "activations": tokens * s.output},
+    )
+
+
 def step(kind: str, spec: LayerSpec, policy: StatePolicy) -> Traffic:
     """Mean over a ``non-flush`` step's fills 0 to L − 2, a ``flush``, or the mean of a ``mixed`` batch's rows."""
     length = policy.window
