@@ -150,6 +150,7 @@ def step(
     window(state, inputs, slots, w)
     with _beside(slots.device) as join:
         fold(state, inputs, slots, w, out, skip=skip, gate=gate)
+        renew_folded(state, slots, w)
     readout(
         state.read_source, state.ring["v"], w.theta[: inputs.rows], w.gain[: inputs.rows], w.c[: inputs.rows], slots,
         w.used, out, skip=skip, gate=gate,
@@ -212,6 +213,7 @@ def verify(
     )  # fmt: skip
     window(state, inputs, slots, w, row=w.closing, used=w.none)
     fold(state, inputs, slots, w, out, row=w.closing, skip=skip, gate=gate)
+    renew_folded(state, slots, w)
     window(state, inputs, slots, w)
     readout(
         state.read_source, state.ring["v"], w.theta[:batch], w.gain[:batch], w.c[:batch], slots, w.used, out,
@@ -307,7 +309,7 @@ def fold(
     state: DecodeState, inputs: TokenInputs, slots: Tensor, w: Workspace, out: Tensor,
     *, row: Tensor | None = None, skip: tuple[Tensor, Tensor] | None = None, gate: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fold, renew the copy and write the first outputs of the rows that flush, with their rings up to ``row``."""
+    """Fold, and write the first outputs of, the rows that flush, with their rings up to ``row``."""
     spec, ring = state.spec, state.ring
     isa = isa_of(slots.device)
     channel = spec.rules.decay == "channel"
@@ -332,6 +334,10 @@ def fold(
         MAMBA2=not spec.rules.delta_rule, CHANNEL=channel, NORM=spec.qk_l2norm, SCALE=spec.query_scale,
         TOP=needs_top(state.copy), SKIP=skip is not None, GATE=gate is not None, ISA=isa,
     )  # fmt: skip
+
+
+def renew_folded(state: DecodeState, slots: Tensor, w: Workspace) -> None:
+    """Renew the copies of the rows that were folded."""
     renew(state, slots, rows=(w.flushing, w.count), top=w.top)
 
 

@@ -63,7 +63,8 @@ def test_candidates_begin_with_the_tables_own_and_fit(op):
     found = sweep.candidates(op, base, spec)
     assert found[0] == base and len(found) == len(set(found)) > 3
     changed = {name for c in found for name, value in vars(c).items() if value != getattr(base, name)}
-    expected = {"standard": {"rows"}, "readout": {"rows"}, "fold": {"rows", "columns", "stages", "programs"}}
+    expected = {"standard": {"rows"}, "readout": {"rows"}, "fold": {"rows", "columns", "programs"}}
+    expected["renew"] = {"rows", "programs"}
     assert changed == expected.get(op, set()) | {"warps"}
 
 
@@ -118,15 +119,15 @@ def test_entries_by_batch_and_noise():
         *(sweep.Tried(32, c, us) for c, us in ((slow, 10.0), (fast, 12.0), (same, 9.9))),
         *(sweep.Tried(256, c, us, "" if us else "wrong") for c, us in ((slow, None), (fast, 12.0), (same, 8.0))),
     ]
-    found = sweep.best_entries("fold", TINY, StatePolicy(read="fp8_e4m3"), 90, tried)
+    found = sweep.best_entries("renew", TINY, StatePolicy(read="fp8_e4m3"), 90, tried)
     assert [(e.max_batch, e.launch, us) for e, us, _ in found] == [(1, fast, 5.0), (None, same, 8.0)]
     for entry, *_ in found:
         spelt = sweep.source(entry)
         assert eval(spelt.removesuffix(","), {"Entry": Entry, "Launch": Launch}) == entry
     with sweep.preferred(found[0][0]):
-        assert find_launch("fold", "fp8_e4m3", 16, 32, 90, 1) == fast
-        assert find_launch("fold", "fp8_e4m3", 16, 32, 90, 2) != fast
-        assert find_launch("fold", "nvfp4", 16, 32, 90, 1) != fast
+        assert find_launch("renew", "fp8_e4m3", 16, 32, 90, 1) == fast
+        assert find_launch("renew", "fp8_e4m3", 16, 32, 90, 2) != fast
+        assert find_launch("renew", "nvfp4", 16, 32, 90, 1) != fast
 
 
 def test_the_tables_key_is_what_the_kernels_ask_for():
@@ -137,7 +138,7 @@ def test_the_tables_key_is_what_the_kernels_ask_for():
     for policy in (StatePolicy(read="nvfp4"), StatePolicy()):
         for family in ("gdn", "mamba2"):
             spec = replace(TINY, family=family)
-            for op in ("readout", "fold", "window", "plan"):
+            for op in ("readout", "fold", "window", "plan", *(["renew"] if policy.read else [])):
                 marked = Launch(rows=16, warps=16, columns=32, programs=1)
                 sizes = {} if op == "plan" else {"value_dim": 16, "key_dim": 32}
                 with sweep.preferred(Entry(marked, op, sweep.key_of(op, spec, policy) or None, isa=90, **sizes)):

@@ -31,7 +31,7 @@ STANDARD: Literal["standard"] = "standard"
 KINDS: tuple[Kind, ...] = ("non-flush", "flush", "mixed")
 """The steps of an arm with a ring. Speculative decode adds its own kind here and in ``Arm.launches``."""
 
-PARTS = ("plan", "window", "readout", "window of a flush", "fold")
+PARTS = ("plan", "window", "readout", "window of a flush", "fold", "renew")
 """Launches that are also timed alone."""
 
 MEMORY_SHARE = 0.35
@@ -235,6 +235,9 @@ class Arm:
         def fold(slots: torch.Tensor, w: sequence.Workspace) -> None:
             sequence.fold(state, inputs, slots, w, self.out)
 
+        def renew(slots: torch.Tensor, w: sequence.Workspace) -> None:
+            sequence.renew_folded(state, slots, w)
+
         half, full = max(length // 2 - 1, 0), length - 1
         parts: dict[str, tuple[int, Callable[[torch.Tensor, sequence.Workspace], None]]] = {
             "plan": (half, plan),
@@ -242,8 +245,8 @@ class Arm:
             "readout": (half, read),
             "window of a flush": (full, window),
             "fold": (full, fold),
-        }
-        for name in names:
+        } | ({} if state.copy is None else {"renew": (full, renew)})
+        for name in (n for n in names if n in parts):
             fill, launch = parts[name]
             self.bench.note(name)
             restore = partial(state.cursor.fill_, fill)

@@ -36,8 +36,8 @@ from . import traffic
 from .measure import STANDARD, Arm, Bench, arm_policy, check
 from .result import SpeedResult
 
-OPS = ("standard", "readout", "fold", "window", "plan")
-TIMED = {"readout": ("readout",), "fold": ("fold",), "window": ("window", "window of a flush"), "plan": ("plan",)}
+OPS = ("standard", "readout", "fold", "renew", "window", "plan")
+TIMED = {op: (op,) for op in ("readout", "fold", "renew", "plan")} | {"window": ("window", "window of a flush")}
 """What decides, by op: of a window 15 launches of 16 are those of steps that read."""
 WORTH = 0.98
 """A candidate replaces the table's launch where it takes less than this share of its time; repeats differ by 1 %."""
@@ -60,8 +60,10 @@ def candidates(op: str, base: Launch, spec: LayerSpec, programs: int = 132) -> l
     if op in ("standard", "readout"):
         knobs["rows"] = [4, 8, *rows] if op == "standard" else rows
     elif op == "fold":
-        knobs |= {"warps": (2, 4, 8), "rows": (16, 32), "columns": (16, 32, 64), "stages": (1, 3)}
-        knobs["programs"] = [programs * n for n in (2, 4, 8)]
+        knobs |= {"warps": (2, 4, 8), "rows": [r for r in rows if r > 16], "columns": (16, 32, 64)}
+        knobs["programs"] = [programs * n for n in (2, 3, 4, 8)]
+    elif op == "renew":
+        knobs |= {"warps": (1, 2, 4), "rows": [8, *rows][:3], "programs": [programs * n for n in (8, 16, 32)]}
     settings: list[dict[str, Any]] = [dict(zip(knobs, v, strict=True)) for v in itertools.product(*knobs.values())]
     tried = [replace(base, **chosen) for chosen in settings]
     if "rows" in knobs:  # 8 to 256 state elements in the registers of a thread; fewer than 4 are no 16 bytes
@@ -117,12 +119,12 @@ def _current(op: str, format: str, spec: LayerSpec, isa: int, batch: int) -> Lau
 
 
 def key_of(op: str, spec: LayerSpec, policy: StatePolicy | None) -> str:
-    """The table's ``format`` of an op: the copy's, the family for windows, nothing for the others."""
-    if op == "window":
+    """The table's ``format`` of an op: the copy's, the family for windows and folds, nothing for the others."""
+    if op in ("window", "fold"):
         return spec.family
     if policy is None or op == "plan":
         return ""
-    return policy.read or ("none" if op == "fold" else policy.checkpoint)
+    return policy.read or policy.checkpoint
 
 
 def _try(bench: Bench, op: str, spec: LayerSpec, policy: StatePolicy | None, batch: int, pool, chosen: Launch) -> Tried:

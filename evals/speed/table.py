@@ -21,7 +21,7 @@ from .result import Case, SpeculativeResult, SpeedResult, Step, VerifyCase
 COLUMNS = ("non-flush", "flush", "amortised", "mixed", "× standard", "MB", "GB/s", "of read", "of copy")
 SLOWER = 1.02
 """Times over others from which on a step counts as slower: repeats differ by 1 %."""
-PART_COLUMNS = ("plan", "window", "readout", "window of a flush", "fold")
+PART_COLUMNS = ("plan", "window", "readout", "window of a flush", "fold", "renew")
 
 
 def microseconds(value: float | None) -> str:
@@ -220,7 +220,10 @@ def markdown_page(results: Sequence[SpeedResult], plot: str | None = "speed.svg"
 def _parts_lines(cases: Sequence[Case]) -> list[str]:
     if not cases:
         return []
-    lines = [f"| each launch alone, µs | arm | {' | '.join(PART_COLUMNS)} |", "|---:|---" + "|---:" * 5 + "|"]
+    lines = [
+        f"| each launch alone, µs | arm | {' | '.join(PART_COLUMNS)} |",
+        "|---:|---" + "|---:" * len(PART_COLUMNS) + "|",
+    ]
     for case in cases:
         parts = (case.breakdown.get(name) for name in PART_COLUMNS)
         shown = [microseconds(None if p is None else p.median) for p in parts]
