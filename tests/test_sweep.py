@@ -144,7 +144,8 @@ def test_the_tables_key_is_what_the_kernels_ask_for():
                 with sweep.preferred(Entry(marked, op, sweep.key_of(op, spec, policy) or None, isa=90, **sizes)):
                     calls = record(spec, policy, TARGETS["90a"])
                 names = [c.kernel.__name__ for c in calls if c.keywords["num_warps"] == 16]
-                assert names and all(op in name for name in names), (policy.name, family, op, names)
+                wanted = (op, "accept") if op == "plan" else (op,)  # accepting is as small a launch
+                assert names and all(any(w in n for w in wanted) for n in names), (policy.name, family, op, names)
 
 
 def speed_result(times):
