@@ -23,6 +23,7 @@ pytest.importorskip("lm_eval", reason="the extra gpqa is not installed")
 import datasets
 
 from quantize_state.adapters import attach
+from quantize_state.cli import _questions, main
 from quantize_state.evals.embedded import EMBEDDED
 from quantize_state.evals.injected import Injected
 from quantize_state.evals.models import load_model
@@ -150,6 +151,7 @@ def test_the_stand_in_says_what_it_is_and_holds_its_answers():
         source = " ".join(inspect.getsource(importlib.import_module(module)).split())
         assert re.search(rf'def {function}\b.*?"""\s*{re.escape(sentence[:-1])}', source), "true in itself"
     assert len({row["Question"] for row in full}) == 30
+    assert all(row["Question"].count("(") == 5 for row in standin.stand_in(80)), "brackets mark options alone"
     far = [len(row["Question"]) for row in full]
     assert min(far[3::4]) > max(far[2::4]) > max(far[0::4]), "one in four across each distance"
 
@@ -321,6 +323,32 @@ def test_cut_off_and_unparsed_answers_are_counted_apart(loaded, tmp_path):
     assert (accuracy.cut_off, accuracy.unparsed, accuracy.mean) == (4, 4, 0.0)
     assert result.arm("reference").repeats[0].answers == "- - - -"
     assert result.arm("reference").lengths.mean == 1.0 and result.task.cap == 1
+
+
+def test_an_answer_ends_at_the_texts_that_were_given(loaded, tmp_path):
+    """A model that was never taught to stop would run every answer into the cap."""
+    on = asked(loaded, tmp_path / "on", ["reference"], count=1, cap=12)
+    (running,) = read_answers(tmp_path / "on" / "arms").values()
+    end = next(c for c in running.text[2:] if c not in running.text[:2])
+    ended = asked(loaded, tmp_path / "ended", ["reference"], count=1, cap=12, until=(end,))
+    (answer,) = read_answers(tmp_path / "ended" / "arms").values()
+    assert running.cut_off and running.tokens == 12
+    assert not answer.cut_off and answer.text == running.text[: running.text.index(end)]
+    assert answer.tokens == len(answer.text.encode()) + 1, "the length counts the token that ended it"
+    assert on.task.until == ["</s>"] and ended.task.until == ["</s>", end]
+    with pytest.raises(QuantizeStateError, match="another configuration"):
+        asked(loaded, tmp_path / "on", ["reference"], count=1, cap=12, until=(end,))
+    with pytest.raises(InvalidValueError, match="until is empty"):
+        Plan(until=("",))
+
+
+def test_the_stand_in_ends_with_its_line_unless_told_otherwise(monkeypatch):
+    seen = []
+    monkeypatch.setattr(_questions, "ask_and_report", lambda args, tasks, plan: seen.append(plan.until) or 0)
+    assert main(["gpqa", "tiny-gdn", "--data", "stand-in"]) == 0
+    assert main(["gpqa", "tiny-gdn", "--data", "stand-in", "--until", r"\n\n", "--until", "Question:"]) == 0
+    assert main(["tasks", "tiny-gdn", "--tasks", "gsm8k"]) == 0
+    assert seen == [("\n",), ("\n\n", "Question:"), ()]
 
 
 @pytest.mark.parametrize(
