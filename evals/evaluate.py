@@ -24,6 +24,7 @@ from .attention import bounded_attention
 from .calibrate import column_scales, other_text
 from .injected import Injected
 from .measure import ArmPolicy, Measured, measure, policy_of
+from .metrics import Evidence
 from .models import LoadedModel, input_device, load_model, weights_sha256
 from .records import write_atomic
 from .result import Arm, BytesPerElement, Model, Policy, Result, Text
@@ -68,7 +69,8 @@ def evaluate(
 ) -> Result:
     """Teacher-force ``model`` on known tokens with each arm's state, and compare its predictions with FP32's.
 
-    Each arm runs beside the reference, chunk by chunk, so memory is bounded by the chunk and not by the length.
+    Each arm runs beside the reference, chunk by chunk, so memory is bounded by the chunk and not by the length. An arm
+    whose rounded state overflows ends there, with what was measured before; the others go on.
 
     Args:
         model: an embedded name, a Hugging Face directory or hub id, or a loaded model with its ``tokenizer``.
@@ -342,7 +344,10 @@ class _Work:
 def _arm(name: str, setup: Setup, measured: Measured, handle: Any, *, byte_level: bool) -> Arm:
     """The evidence on one arm. On a byte-level model every token is a byte, so bits per token are bits per byte."""
     policy = setup.policy
-    evidence = measured.kl.result(bytes_per_token=1.0 if byte_level else None)
+    if measured.overflows and measured.kl.empty:
+        evidence = Evidence.nothing()
+    else:
+        evidence = measured.kl.result(bytes_per_token=1.0 if byte_level else None)
     handle.use(policy_of(policy))
     policies = {layer: "untouched" if own is None else own.name for layer, own in handle.policies.items()}
     if isinstance(policy, Injected):
@@ -357,7 +362,8 @@ def _arm(name: str, setup: Setup, measured: Measured, handle: Any, *, byte_level
         layers=measured.layers.result({layer.name: layer.family for layer in handle.layers}, policies),
         seconds=measured.seconds,
         weights=setup.weights,
-        kl_to_weights=None if setup.weights is None or setup.exact_state else measured.added.result().kl,
+        kl_to_weights=None if measured.added.empty else measured.added.result().kl,
+        overflows=measured.overflows,
     )
 
 

@@ -41,6 +41,14 @@ class LayerErrorMeter:
         """Add states [B, H, V, K] as they are after the token at ``position``."""
         _add(self._state[layer], position, _squares(S_arm, S_exact, keep=None))
 
+    def snapshot(self) -> LayerErrorMeter:
+        """A meter with the same sums, which what comes later does not change. Copies no tensor."""
+        other = LayerErrorMeter(self._first_bucket, window=self._window)
+        for mine, theirs in ((self._output, other._output), (self._state, other._state)):
+            theirs.update({layer: dict(by) for layer, by in mine.items()})
+        other._stop = self._stop
+        return other
+
     def sums(self) -> dict[str, Any]:
         """All that is held, as plain JSON values; ``add_sums`` takes it in again."""
         kinds = {"output": self._output, "state": self._state}

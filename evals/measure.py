@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..quant.errors import FileFormatError
+from ..quant.errors import FileFormatError, NonFiniteLogitsError, NonFiniteStateError
 from ..quant.policy import StatePolicy
 from ..quant.recipe import Recipe
 from ..quant.state import DecodeState
 from .injected import Injected
 from .layer_errors import LayerErrorMeter
 from .metrics import KLMeter
-from .records import write_atomic_bytes
+from .records import Mismatch, from_plain, to_plain, write_atomic_bytes
+from .result import Overflow
 from .rollout import Progress, Rollout, chunks
 from .shadow import ExactShadow, InjectedShadow
 from .weights import Setup
@@ -38,6 +39,7 @@ class Measured:
     """What one arm's passes over some documents leave: numbers per token, sums per layer, bytes per state element.
 
     ``added`` is the divergence from quantised weights with exact states, empty where the arm has not both.
+    ``overflows`` are the documents that end early.
     """
 
     kl: KLMeter
@@ -47,6 +49,7 @@ class Measured:
     moved: float = 0.0
     seconds: float = 0.0
     documents: list[int] = field(default_factory=list)
+    overflows: list[Overflow] = field(default_factory=list)
 
     def add(self, other: Measured) -> None:
         """Take in what was measured on other documents."""
@@ -56,6 +59,7 @@ class Measured:
         self.resident, self.moved = other.resident, other.moved
         self.seconds += other.seconds
         self.documents += other.documents
+        self.overflows += other.overflows
 
     def save(self, path: Path, fingerprint: str) -> None:
         """Write it atomically, for ``load``."""
@@ -67,6 +71,7 @@ class Measured:
             "moved": self.moved,
             "seconds": self.seconds,
             "documents": self.documents,
+            "overflows": to_plain(self.overflows),
             "layers": self.layers.sums(),
         }
         buffer = io.BytesIO()
@@ -82,14 +87,18 @@ class Measured:
         try:
             with np.load(path, allow_pickle=False) as stored:
                 facts = json.loads(str(stored["facts"]))
+                measured.overflows = from_plain(list[Overflow], facts["overflows"])
+                unmeasured = {i for overflow in measured.overflows if not overflow.tokens for i in overflow.documents}
                 for i in facts["documents"]:
+                    if i in unmeasured:
+                        continue
                     measured.kl.add_table(i, stored[f"document {i}"])
                     if (key := f"added, document {i}") in stored:
                         measured.added.add_table(i, stored[key])
             measured.layers.add_sums(facts["layers"])
             measured.resident, measured.moved = facts["resident"], facts["moved"]
             measured.seconds, measured.documents = facts["seconds"], facts["documents"]
-        except (OSError, ValueError, KeyError, EOFError) as error:
+        except (OSError, ValueError, KeyError, EOFError, Mismatch) as error:
             raise FileFormatError(f"{path} is damaged ({error}); delete it and it is measured again") from error
         if facts["fingerprint"] != fingerprint:
             raise FileFormatError(f"{path} belongs to another run; delete it and it is measured again")
@@ -119,6 +128,10 @@ def measure(
     states add is measured beside those weights with exact states. The prompt is exact and not evaluated. An arm's
     numbers do not depend on which others run beside it, but for ``seconds``, which are those of the pass divided by
     its arms.
+
+    An arm whose states round and overflow, or whose logits do, is left where it is, and its ``overflows`` say so; the
+    others go on. A batch stops as a whole. NonFiniteStateError is raised where nothing that rounds is to blame: for the
+    reference, other exact arms, and exact states on quantised weights.
     """
     began = time.perf_counter()
     exact = StatePolicy(window=1, seed=seed)
@@ -146,41 +159,57 @@ def measure(
         if base is not None:
             base.prefill(ids[:, :prompt])
     total = ids.shape[1] - 1 - prompt
+    documents, running = list(range(first, first + ids.shape[0])), list(setups)
     shown = ", ".join(setups) if len(setups) == 1 else f"{len(setups)} arms"
     for start, inputs, targets in chunks(ids[:, prompt:], vocabulary=handle.model.config.get_text_config().vocab_size):
         expected = reference.advance(inputs)
         weighted = None if base is None else base.advance(inputs).float()
         stop = start + inputs.shape[1]
-        for name in setups:
-            logits = expected
-            if name in rollouts:
-                shadow = shadows.get(name)
-                logits = rollouts[name].advance(inputs, observer=shadow)
-                if shadow is not None:
-                    shadow.end_of_chunk(stop - 1)
-            found[name].kl.update(expected.float(), logits.float(), targets, start, sequence=first)
+        for name in list(running):
+            measured, logits, before = found[name], expected, found[name].layers.snapshot()
+            try:
+                if name in rollouts:
+                    shadow = shadows.get(name)
+                    logits = rollouts[name].advance(inputs, observer=shadow)
+                    if shadow is not None:
+                        shadow.end_of_chunk(stop - 1)
+                measured.kl.update(expected.float(), logits.float(), targets, start, sequence=first)
+            except (NonFiniteStateError, NonFiniteLogitsError) as error:
+                if setups[name].exact_state:
+                    raise
+                layer = error.layer if isinstance(error, NonFiniteStateError) else None
+                measured.overflows = [Overflow(documents, start, layer, str(error))]
+                measured.layers = before
+                running.remove(name)
+                del rollouts[name]
+                shadows.pop(name, None)
+                continue
             if weighted is not None and name in on_both:
-                found[name].added.update(weighted, logits.float(), targets, start, sequence=first)
+                measured.added.update(weighted, logits.float(), targets, start, sequence=first)
         if progress is not None:
             progress(shown, stop, total)
+        if not running:
+            break
+    states = handle.states(reference.cache)
     for name, measured in found.items():
-        states = handles[name].states(rollouts.get(name, reference).cache)
         arm = setups[name].policy
-        measured.resident, measured.moved = (arm.resident, arm.moved) if isinstance(arm, Injected) else _bytes(states)
+        handles[name].use(policy_of(arm))
+        measured.resident, measured.moved = (
+            (arm.resident, arm.moved) if isinstance(arm, Injected) else _bytes(states, handles[name].policies)
+        )
         measured.seconds = (time.perf_counter() - began) / len(setups)
-        measured.documents = list(range(first, first + ids.shape[0]))
+        measured.documents = list(documents)
     return found
 
 
-def _bytes(states: Mapping[str, DecodeState]) -> tuple[float, float]:
-    """Bytes resident and moved, means over the state elements of all layers.
+def _bytes(states: Mapping[str, DecodeState], policies: Mapping[str, StatePolicy | None]) -> tuple[float, float]:
+    """Bytes resident and moved under each layer's policy, means over the elements of all layers' ``states``.
 
     An untouched model reads and writes FP32 at every token.
     """
-    elements = sum(state.spec.elements for state in states.values())
-    if not elements:
-        untouched = StatePolicy(window=1)
-        return untouched.bytes_resident, untouched.bytes_moved
-    resident = sum(state.spec.elements * state.policy.bytes_resident for state in states.values())
-    moved = sum(state.spec.elements * state.policy.bytes_moved for state in states.values())
+    untouched = StatePolicy(window=1)
+    followed = [(state.spec.elements, policies[name] or untouched) for name, state in states.items()]
+    elements = sum(count for count, _ in followed)
+    resident = sum(count * policy.bytes_resident for count, policy in followed)
+    moved = sum(count * policy.bytes_moved for count, policy in followed)
     return resident / elements, moved / elements

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..quant.errors import InvalidValueError
+from ..quant.errors import InvalidValueError, NonFiniteLogitsError
 from .bootstrap import MIN_BLOCK, Floats, block_length, detrended, interval_of_mean
 from .buckets import doubling_edges
 from .layer_errors import LayerErrorMeter
@@ -36,6 +36,13 @@ class Evidence:
     kl: KL
     top1_agreement: TopOne
     ppl: Perplexity | None
+
+    @classmethod
+    def nothing(cls) -> Evidence:
+        """That of an arm of which no token could be measured: 0 tokens, and 0 for what can't be absent."""
+        none = Bootstrap("none", 0, 0, 0, 0)
+        kl = KL(mean=0.0, ci95=None, p999=0.0, max=0.0, reverse_mean=0.0, by_position=[], tokens=0, bootstrap=none)
+        return cls(kl, TopOne(rate=None, ties=0, tokens=0), None)
 
 
 class KLMeter:
@@ -59,7 +66,8 @@ class KLMeter:
         """Add a chunk: logits [B, T, vocabulary], targets [B, T] (next tokens; negative or None: not scored).
 
         ``start`` is the position of the chunk's first token, ``sequence`` the number of the batch's first row.
-        Raises InvalidValueError for shapes that do not fit, NaN logits, or an infinite divergence.
+        Raises InvalidValueError for shapes that do not fit, NaN logits, or an infinite divergence, and its subclass
+        NonFiniteLogitsError where the arm's logits are to blame. Nothing of the chunk is then added.
         """
         if reference_logits.shape != arm_logits.shape or arm_logits.dim() != 3:
             raise InvalidValueError(
@@ -82,13 +90,21 @@ class KLMeter:
         bad = np.argwhere(~np.isfinite(table[:, :, :2]).all(axis=2))
         if len(bad):
             row, at = (int(i) for i in bad[0])
-            raise InvalidValueError(
+            expected, found = reference_logits[row, at], arm_logits[row, at]
+            overflowed = bool((expected.isfinite() & ~found.isfinite()).any() & ~expected.isnan().any())
+            kind = NonFiniteLogitsError if overflowed and not bool((expected == math.inf).any()) else InvalidValueError
+            raise kind(
                 f"the KL divergence of sequence {sequence + row} at position {start + at} is not finite: "
                 "the reference's or the arm's logits hold NaN, Inf, or rule out different tokens"
             )
         for row in range(batch):
             columns = {name: np.ascontiguousarray(table[row, :, i]) for i, name in enumerate(_COLUMNS)}
             self._chunks[sequence + row].append((start, columns))
+
+    @property
+    def empty(self) -> bool:
+        """Whether no token was added."""
+        return not self._chunks
 
     def tables(self) -> dict[int, Floats]:
         """Everything held, [tokens, columns] per sequence, for ``add_table``. Raises where chunks do not join up."""
@@ -119,7 +135,7 @@ class KLMeter:
 
     def result(self, *, bytes_per_token: float | None = None) -> Evidence:
         """The evidence so far. ``bytes_per_token`` of the text (1 for a byte-level model) gives bits per byte."""
-        if not self._chunks:
+        if self.empty:
             raise InvalidValueError("no token was evaluated")
         agree, tied = np.concatenate(self.per_token("agree")), np.concatenate(self.per_token("tied")) > 0
         untied = int((~tied).sum())

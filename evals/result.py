@@ -179,11 +179,28 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Overflow:
+    """A batch of documents that an arm could not finish, as its state, or its logits, came to hold Inf or NaN.
+
+    ``documents`` are those of the batch, which stops as a whole: any of them may be the one. ``tokens`` of each were
+    measured, and nothing from there on. ``layer`` is where it was seen, None for logits; ``reason`` is the error.
+    """
+
+    documents: list[int]
+    tokens: int
+    layer: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
 class Arm:
     """``policy`` is None for an arm without one: the untouched model.
 
     ``weights`` is the format of an arm's quantised weights; ``kl_to_weights`` is the KL to the same weights with exact
     states, which is what the states add: KL(weights only ‖ arm).
+
+    An arm with ``overflows`` has the numbers of the tokens before (``kl.tokens`` says how many, 0 at worst), so that
+    its mean KL is no more than a lower bound.
     """
 
     name: str
@@ -196,6 +213,7 @@ class Arm:
     seconds: float
     weights: str | None = None
     kl_to_weights: KL | None = None
+    overflows: list[Overflow] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

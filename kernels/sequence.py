@@ -114,7 +114,8 @@ class Workspace:
             slot, head = divmod(place - 1, state.spec.heads)
             raise NonFiniteStateError(
                 f"the state of layer {state.layer!r}, slot {slot}, head {head} holds Inf or NaN; "
-                "its inputs overflowed or were already not finite"
+                "its inputs overflowed or were already not finite",
+                layer=state.layer,
             )
 
 

@@ -15,7 +15,15 @@ class InvalidValueError(QuantizeStateError, ValueError):
 
 
 class NonFiniteStateError(QuantizeStateError, ValueError):
-    """A recurrent state holds Inf or NaN; the message names layer, slot and head."""
+    """A recurrent state holds Inf or NaN; the message names layer, slot and head, ``layer`` the layer where known."""
+
+    def __init__(self, message: str, layer: str | None = None) -> None:
+        super().__init__(message)
+        self.layer = layer
+
+
+class NonFiniteLogitsError(InvalidValueError):
+    """An arm's logits hold Inf or NaN where the reference's are finite; the message names sequence and position."""
 
 
 class UnsupportedModelError(QuantizeStateError, ValueError):

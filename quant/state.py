@@ -174,7 +174,8 @@ class DecodeState:
         row, head = (int(i) for i in (~finite).nonzero()[0])
         raise NonFiniteStateError(
             f"the state of layer {self.layer!r}, slot {int(slots[row])}, head {head} holds Inf or NaN after "
-            f"{int(self.position[slots[row]])} tokens; its inputs overflowed or were already not finite"
+            f"{int(self.position[slots[row]])} tokens; its inputs overflowed or were already not finite",
+            layer=self.layer,
         )
 
     def reset_(self, slots: Tensor | None = None) -> None:
