@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +14,8 @@ from . import formatting as f
 from .bootstrap import detrended, interval_of_mean
 from .method import provenance
 from .result import Arm, Result
-from .verdict import floor_note, floor_of, judge, separated
-from .view import SHAPES, Style, arm_rows
+from .verdict import floor_of, judge, kl_text, note_on, overflow_text, separated
+from .view import SHAPES, Style, arm_rows, cell_parts
 
 _TELLING: tuple[tuple[str, Callable[[Result], object]], ...] = (
     ("text", lambda r: r.text.source),
@@ -58,10 +59,16 @@ def pair(a: Result, b: Result) -> list[tuple[Arm, Arm]]:
 def difference(a: Arm, b: Arm) -> tuple[float, tuple[float, float] | None] | None:
     """Mean KL of ``b`` less that of ``a``, two arms on the same tokens, with the 95 % interval of the difference.
 
-    Paired span by span, so what both arms find hard cancels. None where a result is too old to hold spans; the interval
-    is None where there are too few.
+    Paired span by span, so what both arms find hard cancels. None where a result is too old to hold spans, or an arm
+    overflowed; the interval is None where there are too few.
     """
-    if not a.kl.by_span or a.kl.span != b.kl.span or [*map(len, a.kl.by_span)] != [*map(len, b.kl.by_span)]:
+    if (
+        a.overflows
+        or b.overflows
+        or not a.kl.by_span
+        or a.kl.span != b.kl.span
+        or [*map(len, a.kl.by_span)] != [*map(len, b.kl.by_span)]
+    ):
         return None
     spans = [np.subtract(y, x) for x, y in zip(a.kl.by_span, b.kl.by_span, strict=True)]
     mean = b.kl.mean - a.kl.mean
@@ -127,11 +134,11 @@ def plots(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def arm_names(results: Sequence[Result]) -> list[str]:
-    """All arms, those with the smallest divergence (in the result where it is largest) first."""
+    """All arms, those with the smallest divergence (in the result where it is largest) first; overflow is larger."""
     worst: dict[str, float] = {}
     for result in results:
         for arm in result.arms:
-            worst[arm.name] = max(worst.get(arm.name, 0.0), arm.kl.mean)
+            worst[arm.name] = max(worst.get(arm.name, 0.0), math.inf if arm.overflows else arm.kl.mean)
     return sorted(worst, key=lambda name: (worst[name], name))
 
 
@@ -144,15 +151,14 @@ def _matrix(results: Sequence[Result]) -> list[dict[str, Any]]:
             if arm is None:
                 cells.append(None)
                 continue
-            mean, interval, power = f.with_interval(arm.kl.mean, arm.kl.ci95)
-            floor = floor_note(arm, floor_of(result))
+            mean, interval, power = cell_parts(arm)
             cells.append(
                 {
                     "mean": mean,
                     "interval": interval,
                     "power": power,
-                    "kl": f.mean_text(arm.kl.mean, arm.kl.ci95),
-                    "floor": floor,
+                    "kl": kl_text(arm),
+                    "note": note_on(arm, floor_of(result)),
                 }
             )
         rows.append({"name": name, "cells": cells})
@@ -174,12 +180,18 @@ def _difference_text(first: Arm, second: Arm) -> str:
 
 
 def _ratios(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """Per arm, each further result's divergence over the first one's, where both have it and neither is zero."""
+    """Per arm, each further result's divergence over the first one's, where both have it and neither is zero.
+
+    An arm that overflowed has other tokens than its namesake, so it is no pair.
+    """
     rows = []
     for name in arm_names(results):
         cells: list[str | None] = []
         for other in results[1:]:
             match = next(((a, b) for a, b in pair(results[0], other) if a.name == name), None)
+            if match is not None and (overflowed := [arm for arm in match if arm.overflows]):
+                cells.append(f"no pair: {overflow_text(overflowed[-1])}")
+                continue
             if match is None or not match[0].kl.mean or not match[1].kl.mean:
                 cells.append(None)
                 continue

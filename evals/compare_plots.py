@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from .axes import bytes_axis, draw_buckets, finish_log, label_points, log_axes, positive
 from .compare import arm_names, result_style
 from .formatting import short
-from .plots import NARROW, WIDE, Plot
+from .plots import NARROW, WIDE, Plot, label
 from .result import Result
 from .svg import css, drawing, new_figure, to_svg
 from .verdict import at_floor, floor_of, kind_of
@@ -77,9 +77,13 @@ def _pareto(results: Sequence[Result], width: int, title: str) -> str | None:
                 moved.append(x)
                 if arm.kl.ci95:
                     axes.plot([x, x], positive(arm.kl.ci95), color=css(style.colour), linewidth=1.2)
-                axes.plot([x], [arm.kl.mean], style.marker, color=css(style.colour), markersize=6.5, zorder=3)
+                filled = css("paper" if arm.overflows else style.colour)
+                axes.plot(
+                    [x], [arm.kl.mean], style.marker, color=css(style.colour), markersize=6.5, zorder=3,
+                    markerfacecolor=filled,
+                )  # fmt: skip
                 if arm.name not in top or arm.kl.mean > top[arm.name][1]:
-                    top[arm.name] = (x, arm.kl.mean, short(arm.name), style)
+                    top[arm.name] = (x, arm.kl.mean, label(arm), style)
         bytes_axis(axes, moved)
         finish_log(axes.yaxis)
         axes.set_ylabel("KL to FP32 (nats per token)")

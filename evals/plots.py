@@ -68,7 +68,8 @@ def kl_by_bytes(result: Result, width: int) -> str | None:
     with drawing():
         figure = new_figure(width, 340 if width == WIDE else 330)
         axes = figure.subplots()
-        points = [(arm.bytes_per_element.moved_per_step, arm.kl.mean, short(arm.name), look[arm.name]) for arm in above]
+        points = [(arm.bytes_per_element.moved_per_step, arm.kl.mean, label(arm), look[arm.name]) for arm in above]
+        lower_bounds = {(x, y) for (x, y, *_), arm in zip(points, above, strict=True) if arm.overflows}
         for arm in above:
             x, style = arm.bytes_per_element.moved_per_step, look[arm.name]
             if arm.kl.ci95:
@@ -80,10 +81,10 @@ def kl_by_bytes(result: Result, width: int) -> str | None:
         axes.set_ylim(low / 3 if below else low / 1.4, high * 1.6)
         floor = axes.get_ylim()[0]
         for arm in below:
-            label = f"{short(arm.name)} ↓ {scientific(arm.kl.mean, 2)}"
-            points.append((arm.bytes_per_element.moved_per_step, floor, label, look[arm.name]))
+            named = f"{short(arm.name)} ↓ {scientific(arm.kl.mean, 2)}"
+            points.append((arm.bytes_per_element.moved_per_step, floor, named, look[arm.name]))
         for x, y, _, style in points:
-            hollow = y == floor
+            hollow = y == floor or (x, y) in lower_bounds
             axes.plot(
                 [x],
                 [y],
@@ -96,6 +97,11 @@ def kl_by_bytes(result: Result, width: int) -> str | None:
             )
         label_points(figure, axes, points)
         return to_svg(figure, f"pareto-{width}", f"KL divergence against bytes moved for {result.model.name}")
+
+
+def label(arm: Arm) -> str:
+    """An arm's name beside its point, with an arrow where the mean is but a lower bound."""
+    return f"{short(arm.name)} ↑ overflowed" if arm.overflows else short(arm.name)
 
 
 def layer_errors(result: Result, width: int) -> str | None:

@@ -18,7 +18,7 @@ from .compare import labels
 from .records import write_atomic
 from .report import markdown_text
 from .result import Result
-from .verdict import floor_note, floor_of, judge
+from .verdict import floor_note, floor_of, judge, kl_text, note_on
 from .view import sorted_arms
 
 _COLUMNS = (
@@ -50,9 +50,9 @@ def print_table(result: Result) -> None:
         faint = "dim" if floor_note(arm, floor) else "bold" if arm.name == verdict.subject else ""
         table.add_row(
             escape(arm.name),
-            f.mean_text(arm.kl.mean, arm.kl.ci95),
-            f.scientific(arm.kl.p999, 2),
-            f.scientific(arm.kl.max, 2),
+            kl_text(arm),
+            f.scientific(arm.kl.p999 if arm.kl.tokens else None, 2),
+            f.scientific(arm.kl.max if arm.kl.tokens else None, 2),
             f.percent(arm.top1_agreement.rate),
             "–" if arm.ppl is None else f"{arm.ppl.ratio:.4f}",
             f"{arm.bytes_per_element.resident:.2f}",
@@ -78,12 +78,12 @@ def markdown_table(paths: Sequence[str | Path]) -> str:
     for name, result in zip(labels(results), results, strict=True):
         floor, subject = floor_of(result), judge(result).subject
         for i, arm in enumerate(sorted_arms(result)):
-            shown, note = markdown_text(arm.name), floor_note(arm, floor)
+            shown, note = markdown_text(arm.name), markdown_text(note_on(arm, floor))
             cells = [
                 markdown_text(name) if i == 0 else "",
                 f"**{shown}**" if arm.name == subject else shown,
-                markdown_text(f.mean_text(arm.kl.mean, arm.kl.ci95)) + (f", {note}" if note else ""),
-                f.scientific(arm.kl.p999, 2),
+                markdown_text(kl_text(arm)) + (f", {note}" if note else ""),
+                f.scientific(arm.kl.p999 if arm.kl.tokens else None, 2),
                 f.percent(arm.top1_agreement.rate),
                 "–" if arm.ppl is None else f"{arm.ppl.ratio:.5f}",
                 f"{arm.bytes_per_element.resident:.2f}",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .formatting import mean_text, plural, scientific, times
-from .result import Arm, Result
+from .result import KL, Arm, Result
 
 FORMAT_NAMES = {
     "fp32": "FP32",
@@ -58,18 +58,42 @@ def floor_of(result: Result) -> Arm | None:
 
 def at_floor(arm: Arm, floor: Arm | None) -> bool:
     """Whether an arm's divergence can't be told from the noise floor: its interval reaches down to the floor's."""
-    if floor is None:
+    if floor is None or arm.overflows:
         return False
     return (arm.kl.ci95 or (arm.kl.mean,))[0] <= (floor.kl.ci95 or (floor.kl.mean,))[-1]
 
 
 def floor_note(arm: Arm, floor: Arm | None) -> str:
     """``at the noise floor``, ``near the noise floor`` (within ten times: much of it is noise), or nothing."""
+    if arm.overflows:
+        return ""
     if kind_of(arm) == "reference":
         return "the reference itself"
     if at_floor(arm, floor):
         return "at the noise floor"
     return "near the noise floor" if floor is not None and arm.kl.mean <= 10 * floor.kl.mean else ""
+
+
+def overflow_text(arm: Arm) -> str:
+    """``overflowed after 16,384 tokens in LAYER``: the first time, and how many documents stopped; empty without."""
+    if not arm.overflows:
+        return ""
+    first = min(arm.overflows, key=lambda o: o.tokens)
+    stopped = sum(len(o.documents) for o in arm.overflows)
+    counted = f" ({plural(stopped, 'document')} stopped early)" if stopped > 1 or len(arm.kl.by_document) > 1 else ""
+    return f"overflowed after {plural(first.tokens, 'token')} in {first.layer or 'its logits'}{counted}"
+
+
+def note_on(arm: Arm, floor: Arm | None) -> str:
+    """What must stand beside an arm's mean: that it overflowed, or where it lies by the noise floor."""
+    return overflow_text(arm) or floor_note(arm, floor)
+
+
+def kl_text(arm: Arm) -> str:
+    """The mean divergence with its interval: a lower bound where an arm overflowed, a dash where it left nothing."""
+    if not arm.kl.tokens:
+        return "–"
+    return ("≥ " if arm.overflows else "") + mean_text(arm.kl.mean, arm.kl.ci95)
 
 
 def separated(a: Arm, b: Arm) -> bool | None:
@@ -102,13 +126,20 @@ def judge(result: Result) -> Verdict:
         return Verdict(sentence, facts, "open", subject.name if subject else None)
     same = [arm for arm in coupled if arm.policy and arm.policy.checkpoint == subject.policy.read]
     rivals = sorted(same or coupled, key=lambda arm: -arm.kl.mean)
+    lost = "".join(f"; {_describe(arm)} {overflow_text(arm)}" for arm in rivals if arm.overflows)
+    rivals = [arm for arm in rivals if not arm.overflows]
     read = format_name(subject.policy.read)
     opening = (
         f"On {result.model.name}, reading {'an' if read[0] in 'AEFIMN' else 'a'} {read} copy of the state while the "
-        f"recurrence stays {format_name(subject.policy.checkpoint)} costs {scientific(subject.kl.mean)} nats per token"
+        f"recurrence stays {format_name(subject.policy.checkpoint)}"
     )
+    if subject.overflows:
+        return Verdict(f"{opening} {overflow_text(subject)}{lost}.", facts, "against", subject.name)
+    opening += f" costs {scientific(subject.kl.mean)} nats per token"
     if at_floor(subject, floor_of(result)):
-        return Verdict(f"{opening}, which is the noise floor itself.", facts, "clear", subject.name)
+        return Verdict(f"{opening}, which is the noise floor itself{lost}.", facts, "clear", subject.name)
+    if not rivals:
+        return Verdict(f"{opening}{lost}.", facts, "clear", subject.name)
     below = [arm for arm in rivals if separated(subject, arm) and arm.kl.mean > subject.kl.mean]
     above = [arm for arm in rivals if separated(subject, arm) and arm.kl.mean < subject.kl.mean]
     apart = [arm for arm in rivals if arm not in below and arm not in above]
@@ -121,7 +152,7 @@ def judge(result: Result) -> Verdict:
         parts.append(f"not to be told apart from {_join([_describe(arm) for arm in apart])} on this text")
     tone: Literal["clear", "open", "against"] = "against" if above else "open" if apart else "clear"
     facts.insert(0, _interval_fact(subject, rivals, apart))
-    return Verdict(f"{opening}: {', but '.join(parts)}.", facts, tone, subject.name)
+    return Verdict(f"{opening}: {', but '.join(parts)}{lost}.", facts, tone, subject.name)
 
 
 def _facts(result: Result, subject: Arm | None) -> list[str]:
@@ -140,6 +171,11 @@ def _facts(result: Result, subject: Arm | None) -> list[str]:
             there = [arm.name for arm in result.arms if arm is not floor and floor_note(arm, floor) == note]
             if there:
                 facts[-1] += f" {_join(there)} {'is' if len(there) == 1 else 'are'} {note}."
+    facts += [
+        f"{arm.name} {overflow_text(arm)}: its numbers are those of the tokens before, its mean KL a lower bound."
+        for arm in result.arms
+        if arm.overflows
+    ]
     if subject is not None:
         cost = subject.bytes_per_element
         facts.append(
@@ -165,12 +201,12 @@ class WeightEffect:
     def sentence(self) -> str:
         """The two effects in words."""
         added = "" if self.both.kl_to_weights is None else (
-            f"; to the model with such weights the state adds {scientific(self.both.kl_to_weights.mean)}"
+            f"; to the model with such weights the state adds {_mean(self.both, self.both.kl_to_weights)}"
         )  # fmt: skip
         return (
             f"{format_name(self.both.weights)} weights alone cost {scientific(self.weights.kl.mean)} nats per token, "
-            f"the state alone ({self.state.name}) {scientific(self.state.kl.mean)}, "
-            f"both {scientific(self.both.kl.mean)}{added}."
+            f"the state alone ({self.state.name}) {_mean(self.state, self.state.kl)}, "
+            f"both {_mean(self.both, self.both.kl)}{added}."
         )
 
 
@@ -183,6 +219,11 @@ def weight_effects(result: Result) -> list[WeightEffect]:
         if arm.weights is not None and state in arms and only in arms:
             found.append(WeightEffect(arms[only], arms[state], arm))
     return found
+
+
+def _mean(arm: Arm, kl: KL) -> str:
+    """A mean in a sentence. What an arm that overflowed gives is a lower bound, even where it is 0."""
+    return f"{'at least ' if arm.overflows else ''}{scientific(kl.mean)}"
 
 
 def _interval_fact(subject: Arm, rivals: list[Arm], apart: list[Arm]) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from . import formatting as f
 from .method import layers_text, method, provenance
 from .result import Arm, Exponent, Result
-from .verdict import floor_note, floor_of, format_name, judge, kind_of, weight_effects
+from .verdict import floor_of, format_name, judge, kind_of, kl_text, note_on, weight_effects
 
 PALETTES = {"floor": 1, "reference": 1, "replay": 2, "coupled": 4, "decoupled": 4, "other": 2}
 """Colours per kind of arm in style.css: --floor-0, --coupled-2 … Further arms of a kind repeat them."""
@@ -27,13 +27,23 @@ class Style:
 
 
 def sorted_arms(result: Result) -> list[Arm]:
-    """By mean divergence, the smallest first."""
-    return sorted(result.arms, key=lambda arm: (arm.kl.mean, arm.name))
+    """By mean divergence, the smallest first; arms that overflowed last, the earliest at the end."""
+    return sorted(result.arms, key=place)
+
+
+def place(arm: Arm) -> tuple[int, float, str]:
+    """What arms are sorted by, best first."""
+    left = -min((overflow.tokens for overflow in arm.overflows), default=0)
+    return (1, left, arm.name) if arm.overflows else (0, arm.kl.mean, arm.name)
 
 
 def axis_floor(result: Result) -> float:
-    """The divergence down to which axes reach: a decade and a half below the smallest arm that rounds anything."""
-    rounding = [a.kl.mean for a in result.arms if kind_of(a) in ("coupled", "decoupled", "other") and a.kl.mean > 0]
+    """The divergence down to which axes reach: a decade and a half below the smallest arm that rounds anything.
+
+    One that overflowed is known to be larger than its mean, so it counts only where there is no other.
+    """
+    above = [a for a in result.arms if kind_of(a) in ("coupled", "decoupled", "other") and a.kl.mean > 0]
+    rounding = [a.kl.mean for a in above if not a.overflows] or [a.kl.mean for a in above]
     floor = floor_of(result)
     real = [mean for mean in rounding if floor is None or mean > floor.kl.mean]
     return min(real or rounding or [a.kl.mean for a in result.arms if a.kl.mean > 0], default=0.0) / 10**1.5
@@ -43,8 +53,9 @@ def split_at_floor(result: Result) -> tuple[list[Arm], list[Arm]]:
     """Arms to draw, and arms so far below all that round anything that no axis need reach down to them."""
     arms, floor = sorted_arms(result), floor_of(result)
     drawn = [arm for arm in arms if arm.kl.mean > 0 and arm.kl.mean >= axis_floor(result)]
-    # beside a repeated reference, the reference's own zero says nothing
-    return drawn, [arm for arm in arms if arm not in drawn and (floor is None or kind_of(arm) != "reference")]
+    # beside a repeated reference, the reference's own zero says nothing, and neither does a lower bound
+    below = [arm for arm in arms if arm not in drawn and not arm.overflows]
+    return drawn, [arm for arm in below if floor is None or kind_of(arm) != "reference"]
 
 
 def styles(names_and_kinds: list[tuple[str, str]]) -> dict[str, Style]:
@@ -77,6 +88,7 @@ def single(result: Result) -> dict[str, Any]:
         "weight_rows": weight_rows(result),
         "positions": position_rows(result),
         "exact_start": _exact_start(result),
+        "overflowed": any(arm.overflows for arm in result.arms),
         "legend": [row for row in rows if row["name"] in shown],
         "drifting": [row for row in rows if row["name"] in _with_state_error(result)],
         "method": method(result),
@@ -91,21 +103,21 @@ def arm_rows(result: Result) -> list[dict[str, Any]]:
     span = _log_span(split_at_floor(result)[0])
     rows = []
     for arm in arms:
-        mean, interval, power = f.with_interval(arm.kl.mean, arm.kl.ci95)
+        mean, interval, power = cell_parts(arm)
         rows.append(
             {
                 "name": arm.name,
                 "policy": policy_text(arm),
                 "style": look[arm.name],
                 "subject": arm.name == subject,
-                "floor": floor_note(arm, floor),
+                "note": note_on(arm, floor),
                 "mean": mean,
                 "interval": interval,
                 "power": power,
-                "kl": f.mean_text(arm.kl.mean, arm.kl.ci95),
+                "kl": kl_text(arm),
                 "forest": _forest(arm, span),
-                "p999": f.scientific(arm.kl.p999, 2),
-                "max": f.scientific(arm.kl.max, 2),
+                "p999": f.scientific(arm.kl.p999 if arm.kl.tokens else None, 2),
+                "max": f.scientific(arm.kl.max if arm.kl.tokens else None, 2),
                 "top1": f.percent(arm.top1_agreement.rate),
                 "ties": f.plural(arm.top1_agreement.ties, "tie") if arm.top1_agreement.ties else "",
                 "ppl_ratio": "–" if arm.ppl is None else f"{arm.ppl.ratio:.5f}",
@@ -116,6 +128,14 @@ def arm_rows(result: Result) -> list[dict[str, Any]]:
     return rows
 
 
+def cell_parts(arm: Arm) -> tuple[str, str, str]:
+    """``kl_text`` as mean, interval and power of ten, to be set apart on a page."""
+    if not arm.kl.tokens:
+        return "–", "", ""
+    mean, interval, power = f.with_interval(arm.kl.mean, arm.kl.ci95)
+    return ("≥ " if arm.overflows else "") + mean, interval, power
+
+
 def weight_rows(result: Result) -> list[dict[str, str]]:
     """Weights alone, state alone and both: the table that separates the two effects."""
     return [
@@ -123,11 +143,11 @@ def weight_rows(result: Result) -> list[dict[str, str]]:
             "name": effect.state.name,
             "format": format_name(effect.both.weights),
             "weights": f.mean_text(effect.weights.kl.mean, effect.weights.kl.ci95),
-            "state": f.mean_text(effect.state.kl.mean, effect.state.kl.ci95),
-            "both": f.mean_text(effect.both.kl.mean, effect.both.kl.ci95),
+            "state": kl_text(effect.state),
+            "both": kl_text(effect.both),
             "added": "–"
             if effect.both.kl_to_weights is None
-            else f.mean_text(effect.both.kl_to_weights.mean, effect.both.kl_to_weights.ci95),
+            else kl_text(replace(effect.both, kl=effect.both.kl_to_weights)),
         }
         for effect in weight_effects(result)
     ]

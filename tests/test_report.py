@@ -251,7 +251,7 @@ def test_rows_are_sorted_and_marked(result):
     means = [result.arm(row["name"]).kl.mean for row in rows]
     assert means == sorted(means)
     assert [row["name"] for row in rows if row["subject"]] == ["decoupled-nvfp4"]
-    notes = {row["name"]: row["floor"] for row in rows}
+    notes = {row["name"]: row["note"] for row in rows}
     assert notes["reference-again"] == "at the noise floor" and notes["decoupled-nvfp4"] == ""
     assert single(result)["verdict"].subject == "decoupled-nvfp4"
 

@@ -14,7 +14,8 @@ from ..compare import why_not_paired
 from ..records import dump, load, write_atomic
 from ..report import markdown_text
 from ..result import Arm, Exponent, Result
-from ..verdict import kind_of
+from ..verdict import kind_of, kl_text, overflow_text
+from ..view import place
 
 SCHEMA: Final = "quantize-state/law/1"
 
@@ -88,16 +89,16 @@ def write_summary(folder: Path) -> list[Path]:
 
 
 def rows(result: Result) -> list[list[str]]:
-    plain = next((a.kl.mean for a in result.arms if a.name == "decoupled-nvfp4"), None)
+    plain = next((a.kl.mean for a in result.arms if a.name == "decoupled-nvfp4" and not a.overflows), None)
     table = []
-    for arm in sorted(result.arms, key=lambda a: (a.kl.mean, a.name)):
+    for arm in sorted(result.arms, key=place):
         errors = [x.output_error for x in arm.layers if x.output_error is not None]
         table.append(
             [
-                arm.name,
-                f.mean_text(arm.kl.mean, arm.kl.ci95),
-                "–" if not plain else f"{arm.kl.mean / plain:.3g}",
-                f.scientific(arm.kl.p999, 2),
+                f"{arm.name}, {overflow_text(arm)}" if arm.overflows else arm.name,
+                kl_text(arm),
+                "–" if not plain or not arm.kl.tokens else f"{'≥ ' if arm.overflows else ''}{arm.kl.mean / plain:.3g}",
+                f.scientific(arm.kl.p999 if arm.kl.tokens else None, 2),
                 f"{arm.bytes_per_element.moved_per_step:.3f}",
                 f"{arm.bytes_per_element.resident:.3f}",
                 f.error(median(errors)) if errors else "–",
@@ -113,13 +114,20 @@ def findings(result: Result, law: Law | None) -> list[str]:
     arms = {arm.name: arm for arm in result.arms}
     told = []
     plain = arms.get("decoupled-nvfp4")
+    if plain and plain.overflows:
+        told.append(f"decoupled-nvfp4 {overflow_text(plain)}, so nothing is compared with it (all goals: MISSED).")
+        plain = None
     for name, goal in (("coupled-nvfp4", 36), ("coupled-nvfp4-w16", 8)):
-        if plain and name in arms:
+        if plain and name in arms and arms[name].overflows:
+            told.append(f"{_beyond(arms[name], plain)} (goal {goal}: met, at least).")
+        elif plain and name in arms:
             ratio = arms[name].kl.mean / plain.kl.mean
             met = "met" if ratio >= goal else "MISSED"
             told.append(f"{name} diverges {f.times(ratio)} times as much as decoupled-nvfp4 (goal {goal}: {met}).")
     if plain:
-        small = [a for a in result.arms if a.policy and 4 < a.bytes_per_element.resident <= 4 + FOUR_BITS]
+        small = [
+            a for a in result.arms if not a.overflows and a.policy and 4 < a.bytes_per_element.resident <= 4 + FOUR_BITS
+        ]
         small = [a for a in small if a.policy and a.policy.window == plain.policy.window and a is not plain]  # type: ignore[union-attr]
         for what, kind in (("4-bit read format", "decoupled"), ("4-bit control, no format yet,", "other")):
             if of_kind := [a for a in small if kind_of(a) == kind]:
@@ -155,23 +163,40 @@ def findings(result: Result, law: Law | None) -> list[str]:
     return told
 
 
+def _beyond(arm: Arm, plain: Arm) -> str:
+    """What is known of an arm that overflowed, beside one that did not."""
+    if not arm.kl.tokens:
+        return f"{arm.name} {overflow_text(arm)}, before anything of it was measured"
+    return (
+        f"{arm.name} {overflow_text(arm)}; its KL up to there, {f.scientific(arm.kl.mean)} nats per token, is "
+        f"{arm.kl.mean / plain.kl.mean:.3g} times that of decoupled-nvfp4 over all tokens"
+    )
+
+
 def law_pairs(result: Result, law: Law) -> list[tuple[float, float, str]]:
     """(sum over layers of predicted squared errors, measured KL, arm) of each decoupled arm that has both."""
     return [
         (math.fsum(e.normalised**2 for e in law.arms[a.name].values()), a.kl.mean, a.name)
         for a in result.arms
-        if a.name in law.arms and a.kl.mean > 0
+        if a.name in law.arms and a.kl.mean > 0 and not a.overflows
     ]
 
 
 def pareto(result: Result) -> list[Arm]:
-    """Arms that round something, and that no other beats in both KL and bytes moved; the fewest bytes first."""
+    """Arms that round something and that no other beats in both KL and bytes moved, the fewest bytes first.
+
+    None that overflowed: its KL is not known.
+    """
     front: list[Arm] = []
-    real = [a for a in result.arms if kind_of(a) in ("coupled", "decoupled", "other") and a.kl.mean > 0]
+    real = [a for a in result.arms if _drawn(a)]
     for arm in sorted(real, key=lambda a: (a.bytes_per_element.moved_per_step, a.kl.mean)):
         if not front or arm.kl.mean < front[-1].kl.mean:
             front.append(arm)
     return front
+
+
+def _drawn(arm: Arm) -> bool:
+    return kind_of(arm) in ("coupled", "decoupled", "other") and arm.kl.mean > 0 and not arm.overflows
 
 
 def rank_correlation(pairs: list[tuple[float, float]]) -> float:
@@ -215,7 +240,7 @@ def _front(result: Result, width: int) -> str:
     with drawing():
         figure = new_figure(width, 420)
         axes = figure.subplots()
-        drawn = [a for a in result.arms if kind_of(a) in colours and a.kl.mean > 0]
+        drawn = [a for a in result.arms if _drawn(a)]
         for arm in drawn:
             axes.plot(
                 [arm.bytes_per_element.moved_per_step], [arm.kl.mean], "o", color=css(colours[kind_of(arm)]),
