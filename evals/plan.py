@@ -25,6 +25,7 @@ from . import provenance
 from .knapsack import choose
 from .records import dump, load, write_atomic
 from .result import Arm, Model, Provenance, Result, Text
+from .verdict import overflow_text
 
 if TYPE_CHECKING:
     from .error_law import PredictedError
@@ -137,7 +138,8 @@ def plan(
     Give one budget: ``budget_kl`` (nats per token, on average) or ``budget_bytes`` (moved per state element and step).
     Column scales of balanced candidates are measured on another text, and lie beside ``out`` too. ``every_format``
     measures each layer under each candidate in place of the probe alone. The two halves of ``text`` serve measuring and
-    verifying. An interrupted call goes on where it stopped. Raises QuantizeStateError.
+    verifying. A candidate that overflows is out. An interrupted call goes on where it stopped. Raises
+    QuantizeStateError, also where the probe or the recipe overflows.
     """
     from ..adapters import attach
     from .calibrate import calibrate, other_text
@@ -189,6 +191,15 @@ def plan(
         for i, name in enumerate(families)
     }
     first = evaluate(loaded, alone, text=halves[0], out=folder / "measured", **options)
+    lost = {arm.name.rpartition(" in layer ")[0]: arm for arm in first.arms if arm.overflows}
+    if probe in lost:
+        raise QuantizeStateError(
+            f"the probe {lost[probe].name} {overflow_text(lost[probe])}, which gives the other formats no measure; "
+            "choose another --probe"
+        )
+    policies = {name: policy for name, policy in policies.items() if name not in lost}
+    rounding = {name: policy for name, policy in rounding.items() if name not in lost}
+    predicted = {name: errors for name, errors in predicted.items() if name not in lost}
     layers = _layers(families, policies, predicted, probe, first)
     chosen = _chosen(layers, policies, budget)
     layers = [replace(layer, chosen=name) for layer, name in zip(layers, chosen, strict=True)]
@@ -198,8 +209,16 @@ def plan(
     everywhere: dict[str, StatePolicy | Recipe] = {f"{name} everywhere": policy for name, policy in rounding.items()}
     label = f"recipe for {next(iter(budget))} {next(iter(budget.values())):g}"
     second = evaluate(loaded, everywhere | {label: recipe}, text=halves[1], out=folder / "verified", **options)
+    if second.arm(label).overflows:
+        raise QuantizeStateError(
+            f"the {label} {overflow_text(second.arm(label))}, so none is written; leave formats out with --formats"
+        )
     expected = {f"{name} everywhere": math.fsum(x.expected[name] for x in layers) for name in rounding}
-    uniform = [_checked(second.arm(name), name.removesuffix(" everywhere"), e) for name, e in expected.items()]
+    uniform = [
+        _checked(second.arm(name), name.removesuffix(" everywhere"), e)
+        for name, e in expected.items()
+        if not second.arm(name).overflows
+    ]
     checked = _checked(second.arm(label), "recipe", math.fsum(x.expected[x.chosen] for x in layers))
     cheaper = [u for u in uniform if u.bytes_moved <= checked.bytes_moved * (1 + 1e-6)]
     found = Plan(

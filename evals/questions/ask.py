@@ -6,24 +6,26 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from ...adapters import attach
-from ...quant.errors import InvalidValueError, QuantizeStateError
+from ...quant.errors import InvalidValueError, NonFiniteStateError, QuantizeStateError
 from ...quant.policy import StatePolicy
 from ...quant.recipe import Recipe
 from .. import provenance
 from ..evaluate import _describe, _device_name, _policies, _record
+from ..formatting import plural
 from ..injected import Injected
 from ..measure import ArmPolicy, policy_of
 from ..models import LoadedModel, load_model
 from ..records import digest
 from ..rundir import RunDirectory
 from ..team import Team
+from ..weights import Setup
 from . import result as r
 from .assemble import ArmCells, Cell, answer_word, arms_of, status_of
 from .harness import Harness, Question, load_task
@@ -131,41 +133,74 @@ def _ask_arm(
     pending.sort(key=lambda pair: -len(pair[0].prompt))
     pending = [pending[i] for i in team.share(len(pending))]
     done = len(wanted) // team.size - len(pending)
-    stream = name if name == r.RESEEDED else "answer"
     for first in range(0, len(pending), lm.batch_size):
         batch = pending[first : first + lm.batch_size]
-        began = time.perf_counter()
-        answers: list[tuple[Any, list[Any], int, bool]]
-        if harness.likelihood:
-            chosen = lm.choose([question for question, _ in batch])
-            answers = [("", values, 0, False) for values in chosen]
-        else:
-            responses = lm.respond([(question, lm.seed_of(question, repeat, stream)) for question, repeat in batch])
-            answers = [(response.text, [response.text], response.tokens, response.cut_off) for response in responses]
-        seconds = (time.perf_counter() - began) / len(batch)
-        given = [(question, values) for (question, _), (_, values, _, _) in zip(batch, answers, strict=True)]
-        scores = harness.score(given)
-        records = []
-        for (question, repeat), (text, _, tokens, cut_off), scored in zip(batch, answers, scores, strict=True):
-            records.append(
-                Answer(
-                    arm=name,
-                    policy=_policy_sha256(policy),
-                    question=question.id,
-                    repeat=repeat,
-                    prompt=question.prompt_sha256,
-                    score=scored.score,
-                    answer=scored.answer,
-                    tokens=tokens,
-                    cut_off=cut_off,
-                    seconds=seconds,
-                    text=text,
-                    metrics=scored.metrics,
-                )
-            )
-        store.append(records)
+        store.append(_answers(lm, harness, batch, name, policy))
         if progress is not None:
             progress(name, max(0, done) + first + len(batch), max(0, done) + len(pending))
+
+
+def _answers(
+    lm: PairedLM, harness: Harness, batch: Sequence[tuple[Question, int]], name: str, policy: ArmPolicy
+) -> list[Answer]:
+    """One batch's answers. Where the arm's rounded state overflows, each question is asked alone, to tell which it was.
+
+    Answers do not depend on the batch around them. Raises NonFiniteStateError where the arm rounds nothing.
+    """
+    began = time.perf_counter()
+    given: list[tuple[Any, list[Any], int, bool]]
+    try:
+        if harness.likelihood:
+            given = [("", values, 0, False) for values in lm.choose([question for question, _ in batch])]
+        else:
+            stream = name if name == r.RESEEDED else "answer"
+            responses = lm.respond([(question, lm.seed_of(question, repeat, stream)) for question, repeat in batch])
+            given = [(response.text, [response.text], response.tokens, response.cut_off) for response in responses]
+    except NonFiniteStateError as error:
+        if Setup(policy).exact_state:
+            raise
+        given, overflow = [], str(error)
+    seconds = (time.perf_counter() - began) / len(batch)
+    if not given and len(batch) > 1:
+        return [answer for one in batch for answer in _answers(lm, harness, [one], name, policy)]
+    hashed = _policy_sha256(policy)
+    if not given:
+        ((question, repeat),) = batch
+        return [
+            Answer(name, hashed, question.id, repeat, question.prompt_sha256, 0.0, None, 0, False, seconds,
+                   overflow=overflow)
+        ]  # fmt: skip
+    scores = harness.score([(question, values) for (question, _), (_, values, *_) in zip(batch, given, strict=True)])
+    return [
+        Answer(
+            arm=name,
+            policy=hashed,
+            question=question.id,
+            repeat=repeat,
+            prompt=question.prompt_sha256,
+            score=scored.score,
+            answer=scored.answer,
+            tokens=tokens,
+            cut_off=cut_off,
+            seconds=seconds,
+            text=text,
+            metrics=scored.metrics,
+        )
+        for (question, repeat), (text, _, tokens, cut_off), scored in zip(batch, given, scores, strict=True)
+    ]
+
+
+def _overflow_notes(answers: Iterable[Answer]) -> list[str]:
+    """What a result says of answers that an overflow ended, arm by arm. The question tells notes of a merge apart."""
+    lost: dict[str, list[Answer]] = {}
+    for answer in answers:
+        if answer.overflow:
+            lost.setdefault(answer.arm, []).append(answer)
+    return [
+        f"The state of {name} overflowed in {plural(len(of_arm), 'answer')}, first to question "
+        f"{of_arm[0].question[:12]}; such answers count as wrong and not parsed ({of_arm[0].overflow})."
+        for name, of_arm in sorted(lost.items())
+    ]
 
 
 def _open(stack: ExitStack, run: RunDirectory) -> None:
@@ -307,6 +342,7 @@ def _result(
         runs=[dataclasses.replace(collected, versions=versions)],
         configuration=json.dumps(run.configuration, sort_keys=True),
         status=status_of(questions, arms),
+        notes=_overflow_notes(answers.values()),
     )
 
 

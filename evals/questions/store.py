@@ -25,6 +25,7 @@ class Answer:
     """One answer. ``answer`` is what the task's filter found in ``text``, None where it found nothing.
 
     ``policy`` and ``prompt`` are hashes: answers under one arm's name must be of one policy, and all to one prompt.
+    ``overflow`` says what made an answer end: the arm's state held Inf or NaN. It counts as wrong, and not parsed.
     """
 
     arm: str
@@ -39,6 +40,7 @@ class Answer:
     seconds: float
     text: str = ""
     metrics: dict[str, float] = field(default_factory=dict)
+    overflow: str = ""
 
     @property
     def key(self) -> Key:

@@ -70,7 +70,7 @@ def judge(result: QuestionsResult) -> Verdict:
 
 
 def _facts(result: QuestionsResult, subject: Arm | None) -> list[str]:
-    facts = [_others(result, subject), _size(result, subject), _floor(result), _lengths(result, subject)]
+    facts = [_others(result, subject), _size(result, subject), _floor(result), _lengths(result, subject), *result.notes]
     if result.status == "partial":
         facts.append("This run is partial: not every arm has answered every question as often as the others.")
     return [fact for fact in facts if fact]
