@@ -87,7 +87,7 @@ class Measured:
         try:
             with np.load(path, allow_pickle=False) as stored:
                 facts = json.loads(str(stored["facts"]))
-                measured.overflows = from_plain(list[Overflow], facts["overflows"])
+                measured.overflows = from_plain(list[Overflow], facts.get("overflows", []))
                 unmeasured = {i for overflow in measured.overflows if not overflow.tokens for i in overflow.documents}
                 for i in facts["documents"]:
                     if i in unmeasured:

@@ -196,6 +196,10 @@ def test_a_token_ruled_out_by_both_does_not_hide_an_arm_that_overflows():
     arm[0, 2, 1] = float("nan")
     with pytest.raises(NonFiniteLogitsError, match="position 2"):
         KLMeter().update(reference, arm, None, 0)
+    arm[0, 2, 1], reference[0, 2, 1] = 0.0, -float("inf")
+    with pytest.raises(InvalidValueError) as raised:
+        KLMeter().update(reference, arm, None, 0)
+    assert not isinstance(raised.value, NonFiniteLogitsError), "the reference alone rules it out"
 
 
 # what is said
