@@ -10,7 +10,7 @@ from fake_results import fake_result
 
 from quantize_state import StatePolicy, evaluate
 from quantize_state.evals import rollout
-from quantize_state.evals.compare import difference
+from quantize_state.evals.compare import arm_names, difference
 from quantize_state.evals.measure import Measured
 from quantize_state.evals.metrics import Evidence, KLMeter
 from quantize_state.evals.models import load_model
@@ -227,7 +227,8 @@ def one():
 def test_a_rival_that_overflows(one):
     verdict = judge(overflowed(one))
     assert verdict.tone == "clear" and f"coupled-nvfp4 (NVFP4 fed back every token) {SAID}." in verdict.sentence
-    assert "times less than coupled-nvfp4-w16" in verdict.sentence
+    assert "times less than coupled-nvfp4-w16 (" in verdict.sentence
+    assert verdict.sentence.count("coupled-nvfp4 (") == 1, "nothing is compared with a mean that is none"
     assert (
         f"coupled-nvfp4 {SAID}: its numbers are those of the tokens before, its mean KL a lower bound." in verdict.facts
     )
@@ -279,6 +280,7 @@ def test_a_comparison_does_not_pair_it(one):
     text = render_markdown([one, other])
     assert f"no pair: {SAID}".replace("_", r"\_") in text
     assert text.count(SAID.replace("_", r"\_")) >= 3, "in the verdict, the matrix and the section"
+    assert arm_names([one, overflowed(one, "decoupled-fp8")])[-1] == "decoupled-fp8"
     page = render_html([other, one])
     assert f"no pair: {SAID}" in page and "↑ overflowed" in page
 
