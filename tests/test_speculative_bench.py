@@ -267,6 +267,21 @@ def test_checks_are_shared_and_run_in_processes():
 
 
 @interpreted
+def test_what_is_timed_is_compiled_beside_the_checks(monkeypatch):
+    """By the launches of the job's batch, once for each arm, and with the types that are timed."""
+    monkeypatch.setattr(verify_measure, "ROWS", 2)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    seen = []
+    real = sequence.verify
+    monkeypatch.setattr(
+        verify_measure.sequence, "verify", lambda *a, **k: (seen.append(k["out"].dtype), real(*a, **k))[1]
+    )
+    for arm in ("standard", "snapshots", "replay-fp32"):
+        verify_measure._compile_timed(Job(TINY, arm, 4, 2, 2, "cpu"))
+    assert seen == [torch.bfloat16] * 3, "reads, full and partial"
+
+
+@interpreted
 def test_tables_and_plot(result, capsys, tmp_path):
     found, out = result
     speculative_table.print_result(found)

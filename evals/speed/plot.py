@@ -61,6 +61,8 @@ def verification_svg(results: Sequence[SpeculativeResult]) -> str | None:
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
     with drawing():
+        from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
         figure = new_figure(WIDTH, PANEL * rows + 24)
         grid = figure.subplots(rows, columns, squeeze=False)
         for axes in list(grid.flat)[len(panels) :]:
@@ -75,6 +77,9 @@ def verification_svg(results: Sequence[SpeculativeResult]) -> str | None:
                 f"{shape}\n{first.family}, {dimensions(first)}, batch {first.batch}", fontsize=9.5, loc="left"
             )
             axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+            axes.yaxis.set_minor_locator(NullLocator())
             axes.set_xticks(sorted({c.tokens for c in cases}))
             axes.grid(True, axis="y")
             axes.set_axisbelow(True)
