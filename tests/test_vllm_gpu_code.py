@@ -14,10 +14,10 @@ from quantize_state.integrations.vllm.forcing import forced_logits
 SAME_STORY = 0.02
 """Relative difference of a mean KL through vLLM and through transformers, both in float32."""
 
-PROMPTS = texts(33, 17, 1, 21, 5)
-FORCED = texts(24, 20, 30, 12, 25, seed=1)
+PROMPTS = texts(33, 17, 1, 5)
+FORCED = texts(18, 24, 20, 21, seed=1)
 MODELS = {"qwen3_next": 3, "qwen3_5": 3, "kimi_linear": 2}
-"""Layers with a recurrent state."""
+"""Layers with a recurrent state. The first two differ in how their projections are ordered."""
 
 CROWDED = {"max_num_seqs": 3, "max_num_batched_tokens": 16}
 """Prompts in chunks, beside decode rows."""
@@ -45,6 +45,8 @@ def test_the_layers_code_for_gpus(name, tmp_path, monkeypatch):
     assert largest_difference(exact, stock) < EXACT
     assert not decodes & set(called), "a decode step of vLLM's own ran"
 
+    if name == "qwen3_5":
+        return
     # All prompts in one batch: beside a prompt KDA's rows are folded and their copies renewed, which no other does.
     with engine(served, "decoupled-nvfp4", max_num_seqs=len(PROMPTS)) as llm:
         kl = mean_kl(reference, forced_logits(llm, PROMPTS, FORCED))
