@@ -245,7 +245,9 @@ class Arm:
             "readout": (half, read),
             "window of a flush": (full, window),
             "fold": (full, fold),
-        } | ({} if state.copy is None else {"renew": (full, renew)})
+        }
+        if state.copy is not None:
+            parts["renew"] = (full, renew)
         for name in (n for n in names if n in parts):
             fill, launch = parts[name]
             self.bench.note(name)
