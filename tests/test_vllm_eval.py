@@ -5,8 +5,10 @@ What needs vLLM runs where it is installed (``make test-vllm``).
 
 import importlib.util
 import json
+import os
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from quantize_state.evals import through_vllm
 from quantize_state.evals.embedded import embedded_path
 from quantize_state.quant.errors import QuantizeStateError
 from quantize_state.quant.policy import StatePolicy
+from quantize_state.quant.recipe import Recipe
 
 INSTALLED = importlib.util.find_spec("vllm") is not None
 
@@ -95,13 +98,17 @@ def test_a_worker_without_the_plugin_is_no_result(tmp_path, monkeypatch):
     forcing.layers_with_copies = lambda llm: [["model.layers.0.mixer"], []]
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setitem(sys.modules, "quantize_state.integrations.vllm.forcing", forcing)
-    monkeypatch.setattr(through_vllm, "register", lambda: None)
+    followed = []
+    monkeypatch.setattr(
+        through_vllm, "register", lambda: followed.append(Recipe.from_yaml(Path(os.environ["QUANTIZE_STATE_POLICY"])))
+    )
     monkeypatch.setattr(through_vllm.os, "dup2", lambda *_: None)
     monkeypatch.setenv("QUANTIZE_STATE_POLICY", "")
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     options = {"dtype": "float32", "device": "cpu"}
     with pytest.raises(QuantizeStateError, match="runs without the plugin"):
         through_vllm._serve("tiny", StatePolicy(read="nvfp4"), [[0] * 70], tmp_path / "logits.npy", options)
+    assert followed == [Recipe.of("decoupled-nvfp4")], "the engine's processes would follow another policy"
 
 
 def test_the_table_names_both_paths(capsys):
