@@ -236,6 +236,12 @@ def test_a_rival_that_overflows(one):
     assert judge(everything).sentence.count(SAID) == 2 and judge(everything).tone == "clear"
 
 
+def test_the_first_overflow_of_several_is_named(one):
+    later, first = Overflow([0], 2048, LAYER, "why"), Overflow([2], 1024, None, "why")
+    arm = dataclasses.replace(one.arm("coupled-nvfp4"), overflows=[later, first])
+    assert overflow_text(arm) == "overflowed after 1,024 tokens in its logits (2 documents stopped early)"
+
+
 def test_a_subject_that_overflows_is_never_safe(one):
     tiny = dataclasses.replace(
         one,
@@ -288,11 +294,14 @@ def test_a_comparison_does_not_pair_it(one):
 def test_a_study_counts_it_as_at_least(one):
     said = " ".join(findings(overflowed(one), None))
     assert f"coupled-nvfp4 {SAID}; its KL up to there, " in said and "(goal 36: met, at least)" in said
-    assert "coupled-nvfp4" not in [arm.name for arm in pareto(overflowed(one))]
+    w16 = "coupled-nvfp4-w16"
+    assert w16 in [arm.name for arm in pareto(one)]
+    assert w16 not in [arm.name for arm in pareto(overflowed(one, w16))]
     said = " ".join(findings(overflowed(one, nothing=True), None))
     assert "before anything of it was measured (goal 36: met, at least)" in said
     said = " ".join(findings(overflowed(one, "decoupled-nvfp4"), None))
-    assert "MISSED" in said and "met, at least" not in said
+    assert f"decoupled-nvfp4 {SAID}, so nothing is compared with it (all goals: MISSED)." in said
+    assert "goal 36" not in said and "met, at least" not in said
     last = rows(overflowed(one, "decoupled-nvfp4"))[-1]
     assert last[0] == f"decoupled-nvfp4, {SAID}" and last[1].startswith("≥ ") and last[2] == "–"
 
