@@ -20,7 +20,7 @@ from quantize_state.evals.result import Overflow, Result
 from quantize_state.evals.study.summary import findings, pareto, rows
 from quantize_state.evals.table import markdown_table, print_table
 from quantize_state.evals.verdict import at_floor, judge, kl_text, overflow_text
-from quantize_state.evals.view import arm_rows, split_at_floor
+from quantize_state.evals.view import arm_rows, axis_floor, split_at_floor
 from quantize_state.quant.errors import InvalidValueError, NonFiniteLogitsError, NonFiniteStateError, QuantizeStateError
 
 BAD = "coupled-nvfp4-w16"
@@ -296,6 +296,11 @@ def test_a_study_counts_it_as_at_least(one):
     assert f"coupled-nvfp4 {SAID}; its KL up to there, " in said and "(goal 36: met, at least)" in said
     w16 = "coupled-nvfp4-w16"
     assert w16 in [arm.name for arm in pareto(one)]
+    best = dataclasses.replace(one.arm("decoupled-nvfp4"), name="decoupled-nvfp4-mse")
+    best = dataclasses.replace(one, arms=[*one.arms, best])
+    assert "is decoupled-nvfp4-mse: " in " ".join(findings(best, None))
+    assert "is decoupled-nvfp4-mse: " not in " ".join(findings(overflowed(best, "decoupled-nvfp4-mse"), None))
+    assert axis_floor(overflowed(one, "decoupled-fp8")) > 2 * axis_floor(one)
     assert w16 not in [arm.name for arm in pareto(overflowed(one, w16))]
     said = " ".join(findings(overflowed(one, nothing=True), None))
     assert "before anything of it was measured (goal 36: met, at least)" in said
