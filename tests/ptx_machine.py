@@ -37,7 +37,7 @@ def _declare(line, widths):
 
 def _execute(opcode, operands, registers, widths):
     target, *sources = operands
-    values = [registers[s] for s in sources if not s.startswith("{")]
+    values = [registers[s] for s in sources if s in registers]
     if opcode in ("mov.b32", "mov.b64"):
         if target.startswith("{"):
             names = re.findall(r"\w+", target)
@@ -46,6 +46,10 @@ def _execute(opcode, operands, registers, widths):
         else:
             names = re.findall(r"\w+", sources[0])
             registers[target] = sum(registers[name] << (widths[name] * i) for i, name in enumerate(names))
+    elif opcode == "prmt.b32":  # $d, $a, 0, selector
+        table = values[0] & 0xFFFFFFFF  # bytes 4 to 7 are of the second operand, zero
+        chosen = [table >> (8 * (int(sources[2], 0) >> (4 * i) & 7)) & 0xFF for i in range(4)]
+        registers[target] = sum(byte << (8 * i) for i, byte in enumerate(chosen))
     elif opcode == "cvt.rn.f16x2.e2m1x2":
         registers[target] = _pair(*(E2M1[c & 7] * (-1 if c & 8 else 1) for c in (values[0] & 15, values[0] >> 4)))
     elif opcode == "cvt.rn.satfinite.e2m1x2.f32":  # the first source goes to the high half

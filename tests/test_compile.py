@@ -132,13 +132,22 @@ def test_the_inline_ptx_computes_block_sums():
             assert total * unit == sum(e2m1(c) * t for c, t in zip(codes, theta, strict=True))
 
 
+def low_bytes(word):
+    """The instruction of device/fp4.py, which is a shift and a mask elsewhere."""
+    from quantize_state.kernels.device import fp4
+
+    (found,) = run_ptx(fp4.LOW_BYTES_PTX.value, 1, [word & 0xFFFFFFFF])
+    assert found == (word << 8) & 0xFF00FF00
+    return found
+
+
 def hopper_pairs(block):
     """``_eight`` of device/fp4.py in Python, for both halves."""
     words = []
     for w in (block & 0xFFFFFFFF, block >> 32):
         even = ((w << 4) & 0x80808080) | ((w << 1) & 0x0E0E0E0E)
         odd = (w & 0x80808080) | ((w >> 3) & 0x0E0E0E0E)
-        words += [(even << 8) & 0xFF00FF00, even & 0xFF00FF00, (odd << 8) & 0xFF00FF00, odd & 0xFF00FF00]
+        words += [low_bytes(even), even & 0xFF00FF00, low_bytes(odd), odd & 0xFF00FF00]
     return words
 
 

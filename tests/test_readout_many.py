@@ -1,20 +1,23 @@
 """The readout of several queries, under the interpreter: every format, unequal rows, poison in all that is not read."""
 
 import os
+import re
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
 
 import pytest
 import torch
-from kernel_cases import read_case
+from kernel_cases import SPECS, read_case
 from test_kernels import FP32, error
 
 from quantize_state.kernels import launch
-from quantize_state.kernels.device.targets import INTERPRET, unavailable
+from quantize_state.kernels.device.mma import MMA_BF16_PTX, MMA_F16_PTX, mma
+from quantize_state.kernels.device.targets import INTERPRET, tl, triton, unavailable
 from quantize_state.kernels.readout.triton import readout
 from quantize_state.quant.encoded import EncodedState
 from quantize_state.quant.errors import InvalidValueError
 from quantize_state.quant.formats import FORMATS
+from quantize_state.quant.spec import LayerSpec
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason=unavailable() or "Triton was imported without TRITON_INTERPRET=1")
 
@@ -67,6 +70,11 @@ def test_launches(rows, warps, monkeypatch):
     check(read_case("nvfp4", queries=3, half=True, family="kda", fills=(0, 1, 0, 2, 3)), THETA)
 
 
+def test_several_tiles_of_several_warps(monkeypatch):
+    monkeypatch.setitem(SPECS, "tall", (LayerSpec("gdn", 1, 1, 56, 32), None))
+    check(read_case("nvfp4", queries=2, half=True, family="tall"), THETA)  # two warps of two tiles, by the table
+
+
 def test_unequal_rows_leave_the_rest_alone():
     """Of four queries a row reads those from its certain token on, if that has no output yet, to its last ring row."""
     state, arguments, out, y = read_case("nvfp4", queries=4, half=True)
@@ -78,13 +86,14 @@ def test_unequal_rows_leave_the_rest_alone():
             if not 0 <= int(row[b]) + t < int(used[b]):
                 theta[b, t], gain[b, t], c[b, t] = float("nan"), float("nan"), float("nan")
     c[torch.arange(8).expand_as(c) >= used[:, None, None, None]] = float("nan")
+    out.fill_(7.0)  # what poisoned terms would write is NaN
     readout(state.read_source, state.ring["v"], *arguments, out, row=row)
     for b in LIVE:
         for t in range(4):
             if 0 <= int(row[b]) + t < int(used[b]):
                 assert error(out[b, t], y[b, t]) < THETA, (b, t)
             else:
-                assert out[b, t].isnan().all(), (b, t)
+                assert (out[b, t] == 7.0).all(), (b, t)
 
 
 def test_skip_and_gate():
@@ -117,6 +126,53 @@ def test_extreme_codes(format):
     for b in LIVE:
         y = torch.einsum("hvk,thk->thv", copy.decode()[int(slots[b])].double(), theta[b].double())
         assert error(out[b], y * gain[b, ..., None]) < FP32
+
+
+@triton.jit
+def one_product(p_a, p_b, p_c, p_d, N: tl.constexpr, HALF: tl.constexpr):
+    o = tl.arange(0, N)
+    b_a = (tl.load(p_a + o), tl.load(p_a + N + o), tl.load(p_a + 2 * N + o), tl.load(p_a + 3 * N + o))
+    b_b = (tl.load(p_b + o), tl.load(p_b + N + o))
+    b_c = (tl.load(p_c + o), tl.load(p_c + N + o), tl.load(p_c + 2 * N + o), tl.load(p_c + 3 * N + o))
+    b_d = mma(b_c, b_a, b_b, HALF, 0)
+    for i in tl.static_range(4):
+        tl.store(p_d + i * N + o, b_d[i])
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_registers_of_a_product_lie_as_the_instruction_has_them(half):
+    """The PTX manual's formulas for m16n8k16: register i of lane 4·g + t, low half first. Two warps."""
+    rng, dtype = torch.Generator().manual_seed(0), torch.float16 if half else torch.bfloat16
+    a, b = torch.randn(2, 16, 16, generator=rng).to(dtype), torch.randn(2, 16, 8, generator=rng).to(dtype)
+    c = torch.randn(2, 16, 8, generator=rng)
+    words_a, words_b = torch.zeros(4, 64, 2, dtype=dtype), torch.zeros(2, 64, 2, dtype=dtype)
+    words_c, found = torch.zeros(4, 64), torch.zeros(4, 64)
+    for warp in range(2):
+        for lane in range(32):
+            g, t = divmod(lane, 4)
+            for i in range(8):  # elements of A
+                row, column = g + 8 * (i % 4 >= 2), 2 * t + i % 2 + 8 * (i >= 4)
+                words_a[i // 2, 32 * warp + lane, i % 2] = a[warp, row, column]
+            for i in range(4):  # of B, and of C
+                words_b[i // 2, 32 * warp + lane, i % 2] = b[warp, 2 * t + i % 2 + 8 * (i >= 2), g]
+                words_c[i, 32 * warp + lane] = c[warp, g + 8 * (i >= 2), 2 * t + i % 2]
+    one_product[(1,)](words_a.view(torch.int32), words_b.view(torch.int32), words_c, found, N=64, HALF=half)
+    expected = a.float() @ b.float() + c
+    for warp in range(2):
+        for lane in range(32):
+            g, t = divmod(lane, 4)
+            for i in range(4):
+                ours, exact = found[i, 32 * warp + lane], expected[warp, g + 8 * (i >= 2), 2 * t + i % 2]
+                assert ours == pytest.approx(float(exact), rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("ptx", [MMA_F16_PTX, MMA_BF16_PTX])
+def test_operands_of_the_instruction_are_in_order(ptx):
+    """D, A, B, C, as ``mma`` hands them over."""
+    lists = re.findall(r"\{([^}]*)\}", ptx.value)
+    assert [n for each in lists for n in re.findall(r"\d+", each)] == [str(i) for i in range(14)]
+    assert [each.count("$") for each in lists] == [4, 4, 2, 4]
+    assert ("bf16.bf16" in ptx.value) == (ptx is MMA_BF16_PTX) and "m16n8k16.row.col.f32" in ptx.value
 
 
 def test_slots_that_are_no_whole_words_are_refused():

@@ -21,7 +21,7 @@ from quantize_state.evals.speed.acceptance import Row, accepted_counts, cursor_s
 from quantize_state.evals.speed.plot import verification_svg
 from quantize_state.evals.speed.result import SpeculativeResult
 from quantize_state.evals.speed.verify_measure import Job, check_all, moved_bytes, resident_bytes
-from quantize_state.kernels import checks, sequence
+from quantize_state.kernels import checks, launch, sequence
 from quantize_state.kernels.device.targets import INTERPRET
 from quantize_state.kernels.shapes import SHAPES
 from quantize_state.kernels.speculative import plan as device_plan
@@ -202,8 +202,8 @@ def test_rows_stand_where_the_shares_say(monkeypatch):
     def every(launches, before=None):
         before()
         start = len(seen)
-        for launch in launches:
-            launch()
+        for each in launches:
+            each()
         slots = [s for _, _, row in seen[start:] for s in row]
         assert len(set(slots)) == len(slots), "groups share no slot"
         return Sample(1.0, 1.0, 1.0, len(launches), 1)
@@ -264,6 +264,22 @@ def test_checks_are_shared_and_run_in_processes():
     key = next(iter(ours))
     assert theirs[key] == ours[key] and all(isinstance(c, checks.Check) for c in theirs[key])
     assert verify_measure._safely(Job(TINY, "decoupled-nvfp4", 4, 0, 1, "cpu")).count("\n") == 0
+
+
+@interpreted
+def test_a_check_runs_what_its_batch_runs(monkeypatch):
+    table = (launch.Entry(launch.Launch(rows=16, warps=1), "readout_many", max_batch=8), *launch.TABLE)
+    monkeypatch.setattr(launch, "TABLE", table)
+    rows = []
+
+    def checked(*arguments, **options):
+        rows.append(launch.find_launch("readout_many", "nvfp4", 16, 32, 0, 6).rows)
+        return []
+
+    monkeypatch.setattr(verify_measure, "check_verify", checked)
+    for batch in (8, 9):
+        verify_measure.check(Job(TINY, "decoupled-nvfp4", 4, 2, batch, "cpu"))
+    assert rows == [16, 64] and launch.TABLE is table
 
 
 @interpreted

@@ -22,6 +22,7 @@ PAIRS_PTX = tl.constexpr(
     " cvt.rn.f16x2.e2m1x2 $0, b0; cvt.rn.f16x2.e2m1x2 $1, b1; cvt.rn.f16x2.e2m1x2 $2, b2; cvt.rn.f16x2.e2m1x2 $3, b3;"
     " cvt.rn.f16x2.e2m1x2 $4, b4; cvt.rn.f16x2.e2m1x2 $5, b5; cvt.rn.f16x2.e2m1x2 $6, b6; cvt.rn.f16x2.e2m1x2 $7, b7; }"
 )
+LOW_BYTES_PTX = tl.constexpr("prmt.b32 $0, $1, 0, 0x2404;")
 DOT_PTX = tl.constexpr(
     "{ .reg .b32 q<8>, s, t; .reg .b16 l, h; .reg .f32 x, y;"
     " mov.b64 {q0, q1}, $9; mov.b64 {q2, q3}, $10; mov.b64 {q4, q5}, $11; mov.b64 {q6, q7}, $12;"
@@ -54,7 +55,7 @@ def pair_position(o_k, ISA: tl.constexpr):
 def _low_bytes(b_x, ISA: tl.constexpr):
     """(b_x << 8) & 0xFF00FF00, by one instruction where there is one."""
     if ISA >= 90:
-        return tl.inline_asm_elementwise("prmt.b32 $0, $1, 0, 0x2404;", "=r,r", [b_x], tl.int32, True, 1)
+        return tl.inline_asm_elementwise(LOW_BYTES_PTX, "=r,r", [b_x], tl.int32, True, 1)
     else:
         return (b_x << 8) & -0xFF0100
 
