@@ -40,14 +40,14 @@ def _dot_theta(b_x, b_theta, b_scale, BLOCK: tl.constexpr):
 def readout_kernel(
     p_codes, p_row, p_block, p_total,  # the read copy: codes (int64 where HALF), scales
     p_v,  # ring [slots, L, H, V]
-    p_theta, p_gain, p_c,  # [B, T, H / SHARED, K] float32, or float16 in pair order where HALF; [B, T, H]; [B, T, H, L]
+    p_theta, p_gain, p_c,  # [B, H / SHARED, K] float32, or float16 in pair order where HALF; [B, H]; [B, H, L]
     p_slots, p_used,  # [B] int32: slot of each row; ring rows it reads, 0 for rows that are not read
-    p_first,  # [B] int32, of several queries: ring row of the first, −1 where that has its output already
-    p_x, p_d, p_gate,  # [B, T, H, V] inputs of the skip, [H], [B, T, H, V]
-    p_y,  # [B, T, H, V]
+    p_first,  # [B] int32, of a verification: the token's ring row, −1 where it has its output already
+    p_x, p_d, p_gate,  # [B, H, V] inputs of the skip, [H], [B, H, V]
+    p_y,  # [B, H, V]
     s_codes, s_row, s_block, s_total, s_v,  # slot strides in elements
     H, V,
-    K: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, T: tl.constexpr, R: tl.constexpr,
+    K: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr,
     SHARED: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr,
     SKIP: tl.constexpr, GATE: tl.constexpr, SOME: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
@@ -95,34 +95,31 @@ def readout_kernel(
     o_ring = i_slot * s_v + i_h * V
     b_v = tl.load(p_v + o_ring + o_l[:, None] * (H * V) + o_v[None, :], mask=m_l[:, None] & m_v[None, :], other=0.0)
 
-    i_row = 0
+    i_head = i_b * H + i_h
+    p_q = p_theta + (i_b * (H // SHARED) + i_h // SHARED).to(tl.int64) * (K // 4 if HALF else K)
+    if HALF:
+        b_qa = tl.load(p_q + o_block * 4)[None, :]
+        b_qb = tl.load(p_q + o_block * 4 + 1)[None, :]
+        b_qc = tl.load(p_q + o_block * 4 + 2)[None, :]
+        b_qd = tl.load(p_q + o_block * 4 + 3)[None, :]
+        b_dot = pairs_dot(b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7, b_qa, b_qb, b_qc, b_qd, ISA)
+        b_y = tl.sum(b_dot * b_scale, axis=1)
+    else:
+        b_y = _dot_theta(b_s, tl.load(p_q + tl.arange(0, K)), b_scale, BLOCK)
+    b_y *= b_unit * tl.load(p_gain + i_head)
+    b_c = tl.load(p_c + i_head.to(tl.int64) * L + o_l, mask=m_l, other=0.0)
+    b_y += weighted_rows(b_v, b_c, ISA)
+    o_y = i_head.to(tl.int64) * V + o_v
+    if SKIP:
+        b_y += tl.load(p_d + i_h).to(tl.float32) * tl.load(p_x + o_y, mask=m_v, other=0.0).to(tl.float32)
+    if GATE:
+        b_z = tl.load(p_gate + o_y, mask=m_v, other=0.0).to(tl.float32)
+        b_y *= b_z / (1.0 + tl.exp(-b_z))
+    m_y = m_v
     if SOME:
         i_row = tl.load(p_first + i_b)
-    for i_t in tl.static_range(T):
-        i_head = (i_b * T + i_t) * H + i_h
-        p_q = p_theta + ((i_b * T + i_t) * (H // SHARED) + i_h // SHARED).to(tl.int64) * (K // 4 if HALF else K)
-        if HALF:
-            b_qa = tl.load(p_q + o_block * 4)[None, :]
-            b_qb = tl.load(p_q + o_block * 4 + 1)[None, :]
-            b_qc = tl.load(p_q + o_block * 4 + 2)[None, :]
-            b_qd = tl.load(p_q + o_block * 4 + 3)[None, :]
-            b_dot = pairs_dot(b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7, b_qa, b_qb, b_qc, b_qd, ISA)
-            b_y = tl.sum(b_dot * b_scale, axis=1)
-        else:
-            b_y = _dot_theta(b_s, tl.load(p_q + tl.arange(0, K)), b_scale, BLOCK)
-        b_y *= b_unit * tl.load(p_gain + i_head)
-        b_c = tl.load(p_c + i_head.to(tl.int64) * L + o_l, mask=m_l, other=0.0)
-        b_y += weighted_rows(b_v, b_c, ISA)
-        o_y = i_head.to(tl.int64) * V + o_v
-        if SKIP:
-            b_y += tl.load(p_d + i_h).to(tl.float32) * tl.load(p_x + o_y, mask=m_v, other=0.0).to(tl.float32)
-        if GATE:
-            b_z = tl.load(p_gate + o_y, mask=m_v, other=0.0).to(tl.float32)
-            b_y *= b_z / (1.0 + tl.exp(-b_z))
-        m_y = m_v
-        if SOME:
-            m_y = o_v < tl.where((i_row + i_t >= 0) & (i_row + i_t < i_used), V, 0)
-        tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_y)
+        m_y = o_v < tl.where((i_row >= 0) & (i_row < i_used), V, 0)
+    tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_y)
 
 
 def readout(
@@ -180,7 +177,7 @@ def readout(
         x, d, out if gate is None else gate, out,
         views.codes_stride, views.row_stride, views.block_stride, views.total_stride, slot_stride(ring_v, "ring v"),
         heads, value_dim,
-        K=key_dim, L=window, LP=max(16, triton.next_power_of_2(window)), T=queries, R=launch.rows,
+        K=key_dim, L=window, LP=max(16, triton.next_power_of_2(window)), R=launch.rows,
         SHARED=heads // theta.shape[2], FORMAT=source.format, HALF=half, SKIP=skip is not None,
         GATE=gate is not None, SOME=row is not None, ISA=isa,
     )  # fmt: skip
