@@ -56,7 +56,7 @@ def test_blackwell_converts_in_hardware_and_hopper_does_not(report):
         blackwell = k["target"] == "100a"
         if k["kernel"].startswith("readout"):
             assert (k["counts"]["fp4_unpack"] > 0) == blackwell, k
-        if k["kernel"] == "fold_kernel":
+        if k["kernel"] == "renew_kernel":
             assert (k["counts"]["fp4_pack"] > 0) == blackwell, k
 
 
