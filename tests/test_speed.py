@@ -218,7 +218,7 @@ def test_a_run_checks_then_times_and_is_written_once(result):
     assert [s.kind for s in nvfp4.steps] == ["non-flush", "flush", "mixed", "auto"], "four heads are few"
     assert nvfp4.steps[-1].bytes == found.cases[0].steps[0].bytes == 2 * traffic.standard(TINY["mamba2"]).total
     assert nvfp4.amortised_us == pytest.approx((2 * 10.5 + 10.5) / 3) and nvfp4.serving_us == pytest.approx(10.5)
-    assert set(nvfp4.breakdown) == {"plan", "window", "readout", "window of a flush", "fold"}
+    assert set(nvfp4.breakdown) == {"plan", "window", "readout", "window of a flush", "fold", "renew"}
     assert {c.name for c in nvfp4.checks} >= {"output of reads", "output of flushes", "state of flushes", "copy bytes"}
     assert "output of reads after it" in {c.name for c in nvfp4.checks}
     assert nvfp4.steps[0].bytes == 2 * traffic.step("non-flush", TINY["mamba2"], StatePolicy("fp32", "nvfp4", 3)).total

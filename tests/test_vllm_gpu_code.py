@@ -5,6 +5,9 @@ functions (a batch of decode rows alone, and decode rows beside prompts) and KDA
 """
 
 import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed: make test-vllm")
+
 import vllm_standins
 from vllm_engine import EXACT, engine, largest_difference, layers_of, mean_kl, texts, through_transformers
 from vllm_models import as_published, write_model
