@@ -52,6 +52,7 @@ docs: setup
 
 report: setup
 	$(BIN)/python -m quantize_state.evals.table results/accuracy/*.json --readme README.md
+	$(foreach d,$(wildcard results/accuracy/*/study.md),$(BIN)/python -m quantize_state.evals.study - --report-only --out $(dir $d) &&) true
 	$(if $(SPEED),$(BIN)/python -m quantize_state.evals.speed.table $(SPEED) --out results/speed)
 	$(if $(SPECULATIVE),$(BIN)/python -m quantize_state.evals.speed.speculative_table $(SPECULATIVE) --out results/speed)
 

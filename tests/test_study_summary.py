@@ -1,6 +1,8 @@
 """The study's tables say what its results say, missed goals included."""
 
 import dataclasses
+import shutil
+from pathlib import Path
 
 import pytest
 from fake_results import ARMS, fake_result
@@ -8,7 +10,7 @@ from fake_results import ARMS, fake_result
 from quantize_state.evals.result import Policy
 from quantize_state.evals.study.__main__ import main
 from quantize_state.evals.study.grid import GROUPS, arms, reads
-from quantize_state.evals.study.summary import Law, LawEntry, collect, findings, pareto, rank_correlation
+from quantize_state.evals.study.summary import Law, LawEntry, collect, findings, pareto, rank_correlation, write_summary
 from quantize_state.quant.errors import InvalidValueError
 from quantize_state.quant.policy import StatePolicy, parse_arm
 
@@ -84,3 +86,13 @@ def test_the_grid_has_every_combination_that_means_something():
                 assert parse_arm(name) == arm
     assert {p.window for p in arms("windows", full=True).values()} == {4, 8, 32, 64}
     assert {"coupled-nvfp4", "coupled-nvfp4-w16", "coupled-nvfp4-sr", "coupled-nvfp4-w16-sr"} <= set(arms("coupled"))
+
+
+STUDIES = sorted((Path(__file__).parent.parent / "results" / "accuracy").glob("*/study.md"))
+
+
+@pytest.mark.parametrize("page", STUDIES, ids=lambda page: page.parent.name)
+def test_stored_pages_show_what_their_results_hold(page, tmp_path):
+    shutil.copytree(page.parent, tmp_path / "study")
+    write_summary(tmp_path / "study")
+    assert (tmp_path / "study" / "study.md").read_text() == page.read_text(), "run `make report`"
