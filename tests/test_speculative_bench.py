@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from quantize_state.cli import main
-from quantize_state.evals.speed import memory, speculative, speculative_table, traffic, verify_measure
+from quantize_state.evals.speed import cases, memory, speculative, speculative_table, traffic, verify_measure
 from quantize_state.evals.speed.acceptance import Row, accepted_counts, cursor_shares, expected_tokens, spread
 from quantize_state.evals.speed.plot import verification_svg
 from quantize_state.evals.speed.result import SpeculativeResult
@@ -244,7 +244,7 @@ def test_what_fails_its_check_is_not_timed(broken, monkeypatch, tmp_path):
 
 @interpreted
 def test_a_run_that_was_cut_short_goes_on(monkeypatch, tmp_path):
-    monkeypatch.setattr(speculative.provenance, "git_state", lambda folder: ("abc", False))
+    monkeypatch.setattr(cases.provenance, "git_state", lambda folder: ("abc", False))
     plan = tiny_plan(arms=(), tokens=(1, 2))
     with pytest.raises(KeyboardInterrupt):
         speculative.run(plan, tmp_path, timer=Clock(stop=BLOCKS + 3), device=CPU, sizes=KILO)

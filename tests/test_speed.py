@@ -18,7 +18,7 @@ import torch
 
 from quantize_state.cli import main
 from quantize_state.evals.report import markdown_text
-from quantize_state.evals.speed import bench, measure, memory, peers, table, traffic
+from quantize_state.evals.speed import bench, cases, measure, memory, peers, table, traffic
 from quantize_state.evals.speed.plot import speedup_svg
 from quantize_state.evals.speed.result import Bandwidth, SpeedResult, Time
 from quantize_state.kernels import bandwidth, checks, launch, sequence
@@ -257,7 +257,7 @@ def test_a_kernel_whose_check_fails_is_not_timed(broken, monkeypatch, tmp_path):
 @interpreted
 def test_a_run_that_was_cut_short_goes_on(monkeypatch, tmp_path):
     plan = tiny_plan("gdn", ("standard", "decoupled-fp8"))
-    monkeypatch.setattr(bench.provenance, "git_state", lambda folder: ("abc", False))
+    monkeypatch.setattr(cases.provenance, "git_state", lambda folder: ("abc", False))
 
     class Cut(Clock):
         def __call__(self, launches, before=None):

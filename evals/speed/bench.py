@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +11,11 @@ import torch
 
 from ...kernels.shapes import BATCHES, SHAPES, find_shape
 from ...kernels.timing import GraphTimer, Timer, need_gpu
-from ...quant.errors import InvalidValueError, QuantizeStateError, unknown_name
+from ...quant.errors import InvalidValueError, unknown_name
 from ...quant.spec import FAMILIES, LayerSpec
 from .. import provenance
-from ..records import dump, load, write_atomic
 from . import memory, traffic
+from .cases import CaseFolder
 from .measure import KINDS, STANDARD, Bench, arm_policy, measure_arm
 from .peers import PEERS
 from .result import Case, SpeedResult
@@ -123,17 +122,7 @@ def run(
     """
     if device is None:
         device = need_gpu("bench")
-    stored = out / "speed.json"
-    if stored.exists():
-        raise QuantizeStateError(f"{stored} exists and is never overwritten; choose another folder with --out")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else provenance.processor()
-    started = provenance.now()
-    commit, dirty = provenance.git_state(Path(__file__).resolve().parent)
-    folder = out / "cases"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise QuantizeStateError(f"can't write into {out}: {error.strerror or error}") from error
+    folder = CaseFolder(out, "speed.json", _CaseFile, device)
     show = progress or (lambda what, done, total: None)
     show("bandwidth", 0, plan.cases)
     timer = timer or GraphTimer()
@@ -143,8 +132,7 @@ def run(
         for arm in plan.arms:
             todo = []
             for batch in plan.batches:
-                path = _case_path(folder, shape, arm, batch, plan)
-                known = None if dirty or commit is None else _finished(path, name, commit)
+                known = folder.find(_stem(shape, arm, batch, plan))
                 if known is None:
                     todo.append(batch)
                 else:
@@ -152,8 +140,7 @@ def run(
 
             def done(case: Case, shape: str = shape, arm: str = arm) -> None:
                 cases.append(case)
-                path = _case_path(folder, shape, arm, case.batch, plan)
-                write_atomic(path, dump(_CaseFile(name, commit, case)), overwrite=True)
+                folder.keep(_stem(shape, arm, case.batch, plan), case)
                 show(f"{shape}, {arm}", len(cases), plan.cases)
 
             if todo:
@@ -169,32 +156,11 @@ def run(
     shapes = list(plan.shapes)
     cases.sort(key=lambda c: (shapes.index(c.shape), c.batch, order[c.arm]))
     versions = {n: provenance.version(n) for n in ("fla-core", "flash-linear-attention") if n and PEERS.keys() & order}
-    made_by = provenance.collect(
-        device=name,
-        threads=torch.get_num_threads(),
-        dtype="bfloat16 activations, float32 gates and state",
-        engine="kernels",
-        window=plan.window,
-        seeds={"states": 0, "tokens": 1, "slots": 0},
-        sha256={},
-        started=started,
-    )
-    made_by.versions.update(versions)
-    if device.type == "cuda":
-        made_by.versions["cuda"] = str(torch.version.cuda)
+    made_by = folder.made_by(plan.window, {"states": 0, "tokens": 1, "slots": 0}, versions)
     result = SpeedResult(bandwidth, cases, made_by)
-    result.write(stored)
+    result.write(folder.result)
     return result
 
 
-def _case_path(folder: Path, shape: str, arm: str, batch: int, plan: Plan) -> Path:
-    stem = f"{shape}-{arm}-w{plan.window}-b{batch}{'-parts' if plan.breakdown else ''}"
-    return folder / (re.sub(r"[^A-Za-z0-9._+-]+", "_", stem) + ".json")
-
-
-def _finished(path: Path, device: str, commit: str | None) -> Case | None:
-    """A case of this device and commit that an earlier run has timed or refused."""
-    if not path.exists():
-        return None
-    found = load(_CaseFile, path, CASE_SCHEMA)
-    return found.case if (found.device, found.git_commit) == (device, commit) else None
+def _stem(shape: str, arm: str, batch: int, plan: Plan) -> str:
+    return f"{shape}-{arm}-w{plan.window}-b{batch}{'-parts' if plan.breakdown else ''}"

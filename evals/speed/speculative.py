@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,10 @@ import torch
 
 from ...kernels.shapes import find_shape
 from ...kernels.timing import GraphTimer, Timer, l2_bytes, need_gpu
-from ...quant.errors import InvalidValueError, QuantizeStateError
+from ...quant.errors import InvalidValueError
 from ...quant.spec import LayerSpec
-from .. import provenance
-from ..records import dump, load, write_atomic
 from . import bench, memory
+from .cases import CaseFolder
 from .measure import arm_policy
 from .result import BASELINES, SpeculativeResult, VerifyCase
 from .verify_measure import Bench, Shape, check_all, measure, moved_bytes, same_launches
@@ -111,17 +109,7 @@ def run(
         progress: called with what is being done, cases done and cases in all.
     """
     device = need_gpu("bench") if device is None else device
-    stored = out / "speculative.json"
-    if stored.exists():
-        raise QuantizeStateError(f"{stored} exists and is never overwritten; choose another folder with --out")
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else provenance.processor()
-    started = provenance.now()
-    commit, dirty = provenance.git_state(Path(__file__).resolve().parent)
-    folder = out / "cases"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise QuantizeStateError(f"can't write into {out}: {error.strerror or error}") from error
+    folder = CaseFolder(out, "speculative.json", _CaseFile, device)
     show = progress or (lambda what, done, total: None)
     show("bandwidth", 0, plan.cases)
     timer = timer or GraphTimer(replays=9, seconds=0.06)
@@ -133,7 +121,7 @@ def run(
     for shape, spec in plan.shapes.items():
         todo = []
         for key in ((arm, t, b) for arm in plan.arms for t in plan.tokens for b in plan.batches):
-            known = None if dirty or commit is None else _finished(_case_path(folder, shape, plan, *key), name, commit)
+            known = folder.find(_stem(shape, plan, *key))
             if known is None:
                 todo.append(key)
             else:
@@ -145,32 +133,17 @@ def run(
             show(f"{shape}, {arm}, {tokens} tokens, batch {batch}", len(cases), plan.cases)
             case = measure(here, shape, arm, tokens, batch, found[arm, tokens, same_launches(batch)])
             cases.append(case)
-            path = _case_path(folder, shape, plan, arm, tokens, batch)
-            write_atomic(path, dump(_CaseFile(name, commit, case)), overwrite=True)
+            folder.keep(_stem(shape, plan, arm, tokens, batch), case)
         here.pools.clear()
         if device.type == "cuda":
             torch.cuda.empty_cache()
     places = (list(plan.shapes), plan.batches, plan.tokens, plan.arms)
     cases.sort(key=lambda c: [p.index(v) for p, v in zip(places, (c.shape, c.batch, c.tokens, c.arm), strict=True)])
-    made_by = provenance.collect(
-        device=name, threads=torch.get_num_threads(), dtype="bfloat16 activations, float32 gates and state",
-        engine="kernels", window=plan.window, seeds={"states": 0, "tokens": 1, "slots": 0, "counts": 2}, sha256={},
-        started=started,
-    )  # fmt: skip
-    if device.type == "cuda":
-        made_by.versions["cuda"] = str(torch.version.cuda)
+    made_by = folder.made_by(plan.window, {"states": 0, "tokens": 1, "slots": 0, "counts": 2}, {})
     result = SpeculativeResult(bandwidth, cases, made_by)
-    result.write(stored)
+    result.write(folder.result)
     return result
 
 
-def _case_path(folder: Path, shape: str, plan: Plan, arm: str, tokens: int, batch: int) -> Path:
-    stem = f"{shape}-{arm}-w{plan.window}-a{plan.acceptance:g}-t{tokens}-b{batch}"
-    return folder / (re.sub(r"[^A-Za-z0-9._+-]+", "_", stem) + ".json")
-
-
-def _finished(path: Path, device: str, commit: str | None) -> VerifyCase | None:
-    if not path.exists():
-        return None
-    found = load(_CaseFile, path, CASE_SCHEMA)
-    return found.case if (found.device, found.git_commit) == (device, commit) else None
+def _stem(shape: str, plan: Plan, arm: str, tokens: int, batch: int) -> str:
+    return f"{shape}-{arm}-w{plan.window}-a{plan.acceptance:g}-t{tokens}-b{batch}"
