@@ -292,3 +292,19 @@ def test_without_triton_the_modules_load_and_say_why_they_cannot_run():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Triton does not load")
+
+
+def test_a_plan_of_several_pieces():
+    """More rows than one piece of the plan holds: whose list of flushing rows goes on where the last piece's ended."""
+    spec, rows = LayerSpec("gdn", 1, 1, 16, 32), 2500
+    state = DecodeState.allocate(spec, StatePolicy(read="nvfp4", window=4), rows)
+    state.cursor.copy_(torch.randint(0, 4, (rows,), generator=torch.Generator().manual_seed(0)))
+    slots = torch.randperm(rows, generator=torch.Generator().manual_seed(1)).int()
+    slots[::7] = -1
+    live, fills = slots >= 0, state.cursor[slots.clamp(min=0).long()]
+    w = sequence.Workspace.allocate(state, rows)
+    sequence.plan(state, slots, w)
+    flushing = torch.nonzero(live & (fills == 3)).flatten()
+    assert w.flushing[: int(w.count)].tolist() == flushing.tolist() and len(flushing) > 200
+    assert torch.equal(w.used[live], torch.where(fills == 3, 0, fills + 1)[live]) and not w.used[~live].any()
+    assert torch.equal(state.cursor[slots[live].long()], w.used[live])

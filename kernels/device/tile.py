@@ -89,14 +89,6 @@ def store_tile(
 
 
 @triton.jit
-def prefetch(p_x, ISA: tl.constexpr):
-    """Ask for the 128-byte lines at addresses p_x, without waiting: they come to the L2 cache."""
-    if ISA >= 90:
-        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-        tl.inline_asm_elementwise(asm, "=r,l", [p_x.to(tl.int64)], tl.int32, False, 1)
-
-
-@triton.jit
 def load_plain(p_codes, o_rows, m_rows, K: tl.constexpr, FORMAT: tl.constexpr, ISA: tl.constexpr):
     """Elements [R, K] of every format with at least 8 bits, as float32, without their scales. Masked rows are zero."""
     o_x = o_rows[:, None] * K + tl.arange(0, K)[None, :]

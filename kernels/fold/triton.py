@@ -15,7 +15,6 @@ from ..device.codec import float_bits
 from ..device.dot import dot_fp32
 from ..device.math import exp, exp_fast, inverse_norm
 from ..device.targets import tl, triton
-from ..device.tile import prefetch
 
 
 @triton.jit
@@ -73,8 +72,6 @@ def fold_kernel(
         m_v = o_v < V
         m_l = o_l < i_rows
         p_rows = p_state + i_slot * s_state + i_h * (V * K) + o_v[:, None] * K
-        p_lines = p_state + i_slot * s_state + i_h * (V * K) + tl.minimum(o_v, V - 1)[:, None] * K
-        prefetch(p_lines + tl.arange(0, K // 32)[None, :] * 32, ISA)
         b_s = tl.load(p_rows + tl.arange(0, BK)[None, :], mask=m_v[:, None], other=0.0)
         i_head = i_b * T * H + i_h
         p_k = p_ring_k + i_slot * s_ring_k + i_key * K
