@@ -89,6 +89,7 @@ def _replay(spec: LayerSpec, policy: StatePolicy, device: torch.device, seed: in
     w = sequence.Workspace.allocate(state, len(rows))
     for t in (w.theta, w.gain, w.c, w.start):
         t.fill_(float("nan"))
+    w.top.fill_(0x7E000000)  # of a flush long ago, and enormous
     out = torch.full_like(expected, float("nan"))
     sequence.step(state, inputs, slots, workspace=w, out=out)
 

@@ -75,6 +75,7 @@ def both_step(state, inputs, slots, tokens=1, half=None):
     workspace = sequence.Workspace.allocate(state, len(slots), half=half)
     for t in (workspace.theta, workspace.gain, workspace.c, workspace.start):
         t.fill_(float("nan"))
+    workspace.top.fill_(0x7E000000)  # of a flush long ago, and enormous
     out = torch.full_like(expected, float("nan"))
     sequence.step(state, inputs, torch.tensor(slots), workspace=workspace, out=out)
     workspace.check_finite(state)
@@ -110,6 +111,16 @@ def test_step(family, read):
     for name, pool in pools(state).items():
         assert torch.equal(as_bytes(pool[2]), as_bytes(pools(before)[name][2])), f"{name}: an unnamed slot was written"
         assert gaps_untouched(pool), f"{name}: something was written between slots"
+
+
+@pytest.mark.parametrize("family", SPECS)
+def test_rings_longer_than_one_piece(family):
+    """KDA's window kernel takes eight tokens at a time, and the fold pads rings of up to 16 alike."""
+    state = make_state(family, read=None, window=12, slots=4, fills=[7, 8, 10, 11])
+    expected, out, clone = both_step(state, token(family, 4), [0, 1, 2, 3])
+    for b in range(4):
+        assert error(out[b], expected[b]) < 2 * FP32, b
+    check_state(state, clone)
 
 
 @pytest.mark.parametrize("read", [f for f in FORMATS if f != "nvfp4"])
