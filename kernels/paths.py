@@ -34,10 +34,12 @@ class Crossover:
 
 
 CROSSOVERS: tuple[Crossover, ...] = (
-    # Not swept yet: from launches and bytes of the first bench (results/LOG.md).
+    # measured on an H200 (2026-11-30) at batches 1, 2, 4, 8, 16, 32 of 128, 32 and 64 heads
+    Crossover(512, "mamba2", "nvfp4"),
+    Crossover(512, "mamba2", "mxfp4"),
     Crossover(1024, "mamba2"),
-    Crossover(256, "gdn"),
-    Crossover(512, "kda"),
+    Crossover(512, "gdn"),
+    Crossover(1024, "kda"),
 )
 """Filled by ``python -m quantize_state.evals.speed.sweep --paths speed.json``."""
 

@@ -23,7 +23,7 @@ from ..quant.spec import LayerSpec
 from ..quant.state import DecodeState
 from .device import tile
 from .device.targets import triton, unavailable
-from .device.views import rotation_size, slot_stride
+from .device.views import check_outputs, rotation_size, slot_stride
 from .fold.renew import needs_top, renew
 from .fold.triton import fold_kernel
 from .inputs import TokenInputs
@@ -145,6 +145,7 @@ def step(
     if inputs.tokens != 1:
         raise InvalidValueError(f"step takes one token per row and was given {inputs.tokens}")
     slots, w, out = _prepared(state, inputs, slots, workspace, out)
+    check_outputs(out, skip, gate)
     if takes_standard(state, inputs.rows, path):
         return standard_step(state, inputs, slots, out=out, skip=skip, gate=gate, done=w.done, status=w.status)
     plan(state, slots, w)
@@ -203,6 +204,7 @@ def verify(
     verified are zeros, or what ``out`` held. A row whose last verification was not accepted verifies nothing.
     """
     slots, w, out = _prepared(state, inputs, slots, workspace, out)
+    check_outputs(out, skip, gate)
     batch = inputs.rows
     if state.spec.rules.delta_rule:
         mixing_of(state)

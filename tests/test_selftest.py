@@ -160,6 +160,13 @@ def test_endurance_finds_a_decay_that_is_off_in_its_last_bits(family, monkeypatc
     assert "state after 320 tokens" in failing(1 + 2.0**-22)
 
 
+@pytest.mark.parametrize("family", selftest.SMALL)
+@pytest.mark.parametrize("read", [None, "nvfp4"])
+def test_endurance_of_the_kernels_passes(family, read):
+    found = endurance.check_endurance(selftest.SMALL[family], StatePolicy(read=read, window=4), CPU, tokens=8)
+    assert all(c.passed for c in found), found
+
+
 def test_what_raises_fails_and_the_rest_goes_on(monkeypatch, capsys):
     only(monkeypatch, "every", "memory read")
 

@@ -16,23 +16,29 @@ def bf16_parts(b_x):
 
 @triton.jit
 def dot_fp32(b_a, b_b, ISA: tl.constexpr):
-    """b_a [M, K] · b_b [K, N], float32 in and out, with an error of FP32's order.
+    """b_a [M, K] float32 · b_b [K, N] float32 or bfloat16, float32 out, with an error of FP32's order.
 
-    On tensor cores as six products of bfloat16 parts, each exact, the smallest first; what is left out is 2**-24 of a
-    product. The sums are truncated there, not rounded: add the result to what lives long, never accumulate into it.
+    On tensor cores as products of bfloat16 parts, each exact, the smallest first: three if b_b is bfloat16, with
+    nothing left out; else six, and what is left out is 2**-24 of a product. The sums are truncated there, not
+    rounded: add the result to what lives long, never accumulate into it.
     The interpreter's bfloat16 products are wrong; it, and plain Triton, take FP32 products.
     """
     if ISA >= 90:
         b_a1, b_a2, b_a3 = bf16_parts(b_a)
-        b_b1, b_b2, b_b3 = bf16_parts(b_b)
-        b_c = tl.dot(b_a2, b_b2)
-        b_c = tl.dot(b_a1, b_b3, b_c)
-        b_c = tl.dot(b_a3, b_b1, b_c)
-        b_c = tl.dot(b_a1, b_b2, b_c)
-        b_c = tl.dot(b_a2, b_b1, b_c)
-        return tl.dot(b_a1, b_b1, b_c)
+        if b_b.dtype == tl.bfloat16:
+            b_c = tl.dot(b_a3, b_b)
+            b_c = tl.dot(b_a2, b_b, b_c)
+            return tl.dot(b_a1, b_b, b_c)
+        else:
+            b_b1, b_b2, b_b3 = bf16_parts(b_b)
+            b_c = tl.dot(b_a2, b_b2)
+            b_c = tl.dot(b_a1, b_b3, b_c)
+            b_c = tl.dot(b_a3, b_b1, b_c)
+            b_c = tl.dot(b_a1, b_b2, b_c)
+            b_c = tl.dot(b_a2, b_b1, b_c)
+            return tl.dot(b_a1, b_b1, b_c)
     else:
-        return tl.dot(b_a, b_b, input_precision="ieee")
+        return tl.dot(b_a, b_b.to(tl.float32), input_precision="ieee")
 
 
 @triton.jit

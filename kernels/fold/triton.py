@@ -19,22 +19,21 @@ from ..device.targets import tl, triton
 
 @triton.jit
 def _keys(
-    p_k, p_g, b_scale, i_c, s_k, s_g, i_rows,
-    LP: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr, LAST: tl.constexpr,
-    ISA: tl.constexpr,
+    p_k, p_g, i_c, s_k, s_g, i_rows,
+    LP: tl.constexpr, BK: tl.constexpr, CHANNEL: tl.constexpr, LAST: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Columns i_c to i_c + BK of X, or with LAST of W, [LP, BK]: keys times b_scale [LP], and where each channel has
-    its log-decay, e^G_j, or with LAST e^(G_h − G_j), the sum of what comes after j. W's rows, and their b_scale, stand
-    from the last token backwards, so that both sums run forwards: Triton's backward ones cost ten times as much."""
+    """Columns i_c to i_c + BK of the keys [LP, BK], as the ring has them where heads have one log-decay; else float32
+    and times e^G_j, or with LAST e^(G_h − G_j), the sum of what comes after j. With LAST rows stand from the last token
+    backwards, so that both sums run forwards: Triton's backward ones cost ten times as much."""
     o_l = tl.arange(0, LP)[:, None]
     o_j = i_rows - 1 - o_l if LAST else o_l
     o_c = i_c + tl.arange(0, BK)[None, :]
     m_l = (o_j >= 0) & (o_j < i_rows)
-    b_k = tl.load(p_k + o_j * s_k + o_c, mask=m_l, other=0.0).to(tl.float32) * b_scale[:, None]
+    b_k = tl.load(p_k + o_j * s_k + o_c, mask=m_l, other=0.0)
     if CHANNEL:
         o_g = o_j + 1 if LAST else o_j
         b_g = tl.load(p_g + o_g * s_g + o_c, mask=m_l & (o_g < i_rows), other=0.0)
-        b_k *= exp_fast(tl.cumsum(b_g, axis=0), ISA)
+        b_k = b_k.to(tl.float32) * exp_fast(tl.cumsum(b_g, axis=0), ISA)
     return b_k
 
 
@@ -81,9 +80,11 @@ def fold_kernel(
         if NORM:
             b_q = tl.load(p_query + o_k).to(tl.float32)
             b_query = SCALE * inverse_norm(tl.sum(b_q * b_q, axis=0))
-        o_j = i_rows - 1 - o_l  # the tokens from the last one backwards, as W's rows are
-        b_after = tl.load(p_after + i_head * L + o_j, mask=o_j >= 0, other=0.0)
+        o_j = i_rows - 1 - o_l if CHANNEL else o_l  # the tokens as W's rows stand
+        b_after = tl.load(p_after + i_head * L + o_j, mask=(o_j >= 0) & m_l, other=0.0)
         b_head = tl.load(p_head + i_head)
+        if BK == K:
+            b_k = _keys(p_k, p_g, 0, s_k, s_g, i_rows, LP, BK, CHANNEL, False, ISA)
 
         o_u = (o_j if MAMBA2 else o_l)[None, :]
         m_u = (o_u >= 0) & (o_u < i_rows) & m_v[:, None]
@@ -95,12 +96,13 @@ def fold_kernel(
             for i_c in tl.range(0, K, BK):
                 if BK < K:
                     b_s = tl.load(p_rows + i_c + tl.arange(0, BK)[None, :], mask=m_v[:, None], other=0.0)
-                b_x = _keys(p_k, p_g, b_start, i_c, s_k, s_g, i_rows, LP, BK, CHANNEL, False, ISA)
-                b_sx += dot_fp32(b_s, tl.trans(b_x), ISA)
+                    b_k = _keys(p_k, p_g, i_c, s_k, s_g, i_rows, LP, BK, CHANNEL, False, ISA)
+                b_sx += dot_fp32(b_s, tl.trans(b_k), ISA)
             o_m = o_j[:, None] * L + o_l[None, :]  # M [t, j]; u is (Vᵀ − S₀·Xᵀ)·Mᵀ [v, t]
-            m_m = m_l[None, :] & (o_j >= 0)[:, None]
+            m_m = m_l[None, :] & ((o_j >= 0) & (o_j < i_rows))[:, None]
             b_m = tl.load(p_mix + i_slot * s_mix + i_h * (L * L) + o_m, mask=m_m, other=0.0)
-            b_u = dot_fp32(b_u - b_sx, tl.trans(b_m), ISA)
+            b_u = dot_fp32(b_u - b_sx * b_start[None, :], tl.trans(b_m), ISA)
+        b_u *= b_after[None, :]
 
         b_y = tl.zeros([R], tl.float32)
         b_tops = tl.zeros([R], tl.float32)
@@ -108,8 +110,9 @@ def fold_kernel(
             o_c = i_c + tl.arange(0, BK)
             if BK < K:
                 b_s = tl.load(p_rows + o_c[None, :], mask=m_v[:, None], other=0.0)
-            b_w = _keys(p_k, p_g, b_after, i_c, s_k, s_g, i_rows, LP, BK, CHANNEL, True, ISA)
-            b_new = dot_fp32(b_u, b_w, ISA)
+            if BK < K or CHANNEL:
+                b_k = _keys(p_k, p_g, i_c, s_k, s_g, i_rows, LP, BK, CHANNEL, CHANNEL, ISA)
+            b_new = dot_fp32(b_u, b_k, ISA)
             if CHANNEL:
                 b_g = tl.load(p_g + o_l[:, None] * s_g + o_c[None, :], mask=m_l[:, None], other=0.0)
                 b_new += b_s * exp(tl.sum(b_g, axis=0))[None, :]

@@ -16,7 +16,7 @@ from ...quant.spec import LayerSpec
 from ...quant.state import DecodeState
 from ..device.math import exp, inverse_norm
 from ..device.targets import tl, triton
-from ..device.views import slot_stride
+from ..device.views import check_outputs, slot_stride
 from ..inputs import TokenInputs
 from ..launch import find_launch, isa_of, run
 
@@ -166,6 +166,7 @@ def step(
     slots = torch.arange(batch, dtype=torch.int32, device=device) if slots is None else slots.to(torch.int32)
     if out is None:
         out = torch.zeros(batch, 1, spec.heads, spec.value_dim, device=device)
+    check_outputs(out, skip, gate)
     done = torch.zeros(batch, dtype=torch.int32, device=device) if done is None else done
     status = torch.zeros(1, dtype=torch.int64, device=device) if status is None else status
     token = {name: t[:, 0] for name, t in vars(inputs).items() if t is not None}
