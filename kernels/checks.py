@@ -71,20 +71,25 @@ def launched_as(batch: int) -> Iterator[None]:
         launch.TABLE = table
 
 
-def check_replay(spec: LayerSpec, policy: StatePolicy, device: torch.device | str, seed: int = 0) -> list[Check]:
-    """One step of rows at several ring fills, two that flush, one that is padding, beside a slot that no row names."""
-    return list(_replay(spec, policy, torch.device(device), seed))
+def check_replay(
+    spec: LayerSpec, policy: StatePolicy, device: torch.device | str, seed: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> list[Check]:
+    """One step of rows at several ring fills, two that flush, one that is padding, beside a slot that no row names.
+    ``dtype``: of the ring and the token."""
+    return list(_replay(spec, policy, torch.device(device), seed, dtype))
 
 
-def _replay(spec: LayerSpec, policy: StatePolicy, device: torch.device, seed: int) -> Iterator[Check]:
+def _replay(
+    spec: LayerSpec, policy: StatePolicy, device: torch.device, seed: int, dtype: torch.dtype
+) -> Iterator[Check]:
     length = policy.window
     fills = [0, length // 2, max(0, length - 2), length - 1, length - 1, 0]
     rows = [4, -1, 1, 3, 0, 2]  # slot 5 is named by none
-    state = random_state(spec, policy, 6, seed=seed, device=device)
+    state = random_state(spec, policy, 6, seed=seed, device=device, dtype=dtype)
     forget_unused(state, fills)
     before, clone = state.clone(), state.clone()
     slots = torch.tensor(rows, dtype=torch.int32, device=device)
-    inputs = random_tokens(spec, len(rows), seed=seed + 7, device=device)
+    inputs = random_tokens(spec, len(rows), seed=seed + 7, device=device, dtype=dtype)
     expected = reference_step(clone, inputs, slots)
     w = sequence.Workspace.allocate(state, len(rows))
     for t in (w.theta, w.gain, w.c, w.start):

@@ -48,6 +48,7 @@ TABLE: tuple[Entry, ...] = (
     Entry(Launch(rows=64, warps=2), "readout", "nvfp4"),
     Entry(Launch(rows=64, warps=2), "readout", "mxfp4"),
     Entry(Launch(rows=32, warps=4), "readout", "fp32"),
+    *(Entry(Launch(rows=64, warps=2), "readout", f) for f in ("fp8_e4m3", "mxfp8", "int8")),
     Entry(Launch(rows=32, warps=4), "readout"),
     # of several queries: sixteen rows a warp at a time, so at least 16 · warps
     Entry(Launch(rows=64, warps=2), "readout_many"),

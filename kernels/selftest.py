@@ -127,6 +127,8 @@ def _items(device: torch.device, quick: bool) -> Iterator[_Item]:
                 yield _Item("step", f"{name}, {label}", partial(checks.check_replay, spec, policy, device), too_slow)
                 run = partial(verify_checks.check_verify, spec, policy, device, VERIFIED)
                 yield _Item("verify", f"{name}, {label}", run, too_long)
+            run = partial(checks.check_replay, spec, replace(policies[1], window=WINDOW), device, dtype=torch.float32)
+            yield _Item("step", f"{name}, {policies[1].name}, inputs in float32", run, too_slow)
             yield _Item("step", f"{name}, standard", partial(checks.check_standard, spec, device), too_slow)
             both = StatePolicy(read="nvfp4", window=WINDOW)
             yield _Item("step", f"{name}, standard and back", partial(checks.check_paths, spec, both, device), too_slow)

@@ -144,8 +144,7 @@ def step(
     """
     if inputs.tokens != 1:
         raise InvalidValueError(f"step takes one token per row and was given {inputs.tokens}")
-    slots, w, out = _prepared(state, inputs, slots, workspace, out)
-    check_outputs(out, skip, gate)
+    slots, w, out = _prepared(state, inputs, slots, workspace, out, skip, gate)
     if takes_standard(state, inputs.rows, path):
         return standard_step(state, inputs, slots, out=out, skip=skip, gate=gate, done=w.done, status=w.status)
     plan(state, slots, w)
@@ -203,8 +202,7 @@ def verify(
     As kernels/speculative.py's ``verify``, whose ``accept_on_device`` commits them; outputs of tokens that are not
     verified are zeros, or what ``out`` held. A row whose last verification was not accepted verifies nothing.
     """
-    slots, w, out = _prepared(state, inputs, slots, workspace, out)
-    check_outputs(out, skip, gate)
+    slots, w, out = _prepared(state, inputs, slots, workspace, out, skip, gate)
     batch = inputs.rows
     if state.spec.rules.delta_rule:
         mixing_of(state)
@@ -226,13 +224,15 @@ def verify(
 
 
 def _prepared(
-    state: DecodeState, inputs: TokenInputs, slots: Tensor | None, workspace: Workspace | None, out: Tensor | None
-) -> tuple[Tensor, Workspace, Tensor]:
+    state: DecodeState, inputs: TokenInputs, slots: Tensor | None, workspace: Workspace | None, out: Tensor | None,
+    skip: tuple[Tensor, Tensor] | None, gate: Tensor | None,
+) -> tuple[Tensor, Workspace, Tensor]:  # fmt: skip
     batch, tokens, device = inputs.rows, inputs.tokens, inputs.v.device
     slots = torch.arange(batch, dtype=torch.int32, device=device) if slots is None else slots.to(torch.int32)
     workspace = Workspace.allocate(state, batch, tokens=tokens) if workspace is None else workspace
-    if out is None:
-        out = torch.zeros(batch, tokens, state.spec.heads, state.spec.value_dim, device=device)
+    shape = (batch, tokens, state.spec.heads, state.spec.value_dim)
+    out = torch.zeros(shape, device=device) if out is None else out
+    check_outputs(shape, out, skip, gate)
     return slots, workspace, out
 
 

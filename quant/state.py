@@ -134,10 +134,12 @@ class DecodeState:
             )
         slots = slots.to(device, torch.int64)
         least = PADDING if padding else 0
-        if bool(((slots < least) | (slots >= self.slots)).any()):
-            raise InvalidValueError(f"slots {_brief(slots)}: each must be {least} to {self.slots - 1}")
-        named = slots[slots != PADDING] if padding else slots
-        if not repeats and named.unique().numel() != named.numel():
+        outside = ((slots < least) | (slots >= self.slots)).any()
+        ordered = slots.sort().values
+        twice = ((ordered[1:] == ordered[:-1]) & (ordered[1:] != PADDING)).any() & (not repeats)
+        if bool(outside | twice):  # one wait for the device
+            if bool(outside):
+                raise InvalidValueError(f"slots {_brief(slots)}: each must be {least} to {self.slots - 1}")
             raise InvalidValueError(f"slots {_brief(slots)} name one slot twice; two rows can't share a state")
         return slots
 

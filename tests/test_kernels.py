@@ -272,6 +272,13 @@ def test_what_the_kernels_refuse():
     assert "48" in sequence.unsupported(odd)
     with pytest.raises(InvalidValueError, match="contiguous"):
         slot_stride(torch.zeros(2, 4, 6)[:, :, ::2], "ring")
+    state, inputs = make_state("gdn", window=4, fills=[3, 1], slots=2), token("gdn", 2)
+    slice_ = torch.zeros(2, 3, state.spec.heads, state.spec.value_dim)[:, 1:2]
+    own = slice_.contiguous()
+    for wrong in ({"out": slice_}, {"gate": slice_}, {"skip": (slice_, own)}, {"out": own[:1]}):
+        with pytest.raises(InvalidValueError, match="contiguous"):
+            sequence.step(state, inputs, **({"out": own} | wrong))
+    assert state.cursor.tolist() == [3, 1] and state.position.tolist() == state.clone().position.tolist()
 
 
 def test_the_step_is_one_operator_that_torch_compile_traces():

@@ -5,6 +5,8 @@ import re
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
 
+import importlib
+
 import pytest
 import torch
 from kernel_cases import SPECS, read_case
@@ -47,6 +49,16 @@ def test_a_shared_theta(format):
 @pytest.mark.parametrize(("format", "queries"), [("nvfp4", 2), ("nvfp4", 4), ("mxfp4", 4)])
 def test_theta_in_float16(format, queries):
     check(read_case(format, queries=queries, half=True), THETA)
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "mxfp8", "int8"])
+def test_a_single_query_of_eight_bits(format, monkeypatch):
+    """As a GPU takes it; the interpreter by itself takes single queries by the other kernel."""
+    kernel = importlib.import_module("quantize_state.kernels.readout.triton")
+    assert kernel.single_by_products(format, 90) and not kernel.single_by_products("nvfp4", 90)
+    monkeypatch.setattr(kernel, "single_by_products", lambda *_: True)
+    monkeypatch.setattr(kernel, "readout_kernel", None)
+    check(read_case(format, queries=1), FP32)
 
 
 def test_more_queries_than_a_product_has_columns():

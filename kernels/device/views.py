@@ -73,13 +73,15 @@ def slot_stride(t: Tensor, name: str) -> int:
     return t.stride(0)
 
 
-def check_outputs(out: Tensor, skip: tuple[Tensor, Tensor] | None, gate: Tensor | None) -> None:
-    """Raise InvalidValueError where ``out`` [B, T, H, V], the skip's x or the gate are not contiguous, or of another
-    shape: kernels go through them as one block."""
+def check_outputs(
+    shape: tuple[int, ...], out: Tensor, skip: tuple[Tensor, Tensor] | None, gate: Tensor | None
+) -> None:
+    """Raise InvalidValueError where ``out``, the skip's x or the gate are not contiguous tensors of ``shape``
+    [B, T, H, V]: kernels go through them as one block."""
     for name, t in (("out", out), ("the skip's x", None if skip is None else skip[0]), ("gate", gate)):
-        if t is not None and (t.shape != out.shape or not t.is_contiguous()):
+        if t is not None and (t.shape != shape or not t.is_contiguous()):
             raise InvalidValueError(
-                f"{name} {list(t.shape)} with strides {list(t.stride())}: must be {list(out.shape)}, contiguous; "
+                f"{name} {list(t.shape)} with strides {list(t.stride())}: must be {list(shape)}, contiguous; "
                 "give a tensor of its own, not a slice"
             )
 

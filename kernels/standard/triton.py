@@ -164,9 +164,9 @@ def step(
     if inputs.tokens != 1:
         raise InvalidValueError(f"step takes one token per row and was given {inputs.tokens}")
     slots = torch.arange(batch, dtype=torch.int32, device=device) if slots is None else slots.to(torch.int32)
-    if out is None:
-        out = torch.zeros(batch, 1, spec.heads, spec.value_dim, device=device)
-    check_outputs(out, skip, gate)
+    shape = (batch, 1, spec.heads, spec.value_dim)
+    out = torch.zeros(shape, device=device) if out is None else out
+    check_outputs(shape, out, skip, gate)
     done = torch.zeros(batch, dtype=torch.int32, device=device) if done is None else done
     status = torch.zeros(1, dtype=torch.int64, device=device) if status is None else status
     token = {name: t[:, 0] for name, t in vars(inputs).items() if t is not None}
