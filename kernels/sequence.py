@@ -284,7 +284,7 @@ def window(
         "BALANCED": state.read_source.columns is not None, "ROTATE": rotation_size(state.read_source),
         "HALF": w.theta.element_size() == 2, "ISA": isa,
     }  # fmt: skip
-    grid = (inputs.rows, spec.heads if spec.rules.delta_rule else spec.key_heads)
+    grid = (inputs.rows, spec.heads) if spec.rules.delta_rule else (inputs.rows, spec.key_heads, inputs.tokens)
     sizes = (spec.heads, spec.key_heads, spec.value_dim)
     names = ("k", "v", "beta", "g") if spec.rules.delta_rule else ("k", "v", "beta")
     rings = tuple(ring[n] for n in names)

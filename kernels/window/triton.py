@@ -185,18 +185,27 @@ def mamba2_window(
     NORM: tl.constexpr, SCALE: tl.constexpr, BALANCED: tl.constexpr, ROTATE: tl.constexpr, HALF: tl.constexpr,
     ISA: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B, Hk): the GROUP heads of one B and C. Θ [B, T, Hk, K] is q, gain [B, T, H] is e^G, and C is stored; of
-    rows that flush, in C's place, what W's keys are multiplied by: e^(G_h − G_j)·β_j, and zeros in top [B, H]."""
+    """Grid (B, Hk, T): the GROUP heads of one B and C, and one token. Θ [B, T, Hk, K] is q, gain [B, T, H] is e^G, and
+    C is stored; of rows that flush, in C's place, what W's keys are multiplied by: e^(G_h − G_j)·β_j, and zeros in top
+    [B, H]. Tokens stand from the last one backwards, so that the sums Σ g_i over i > j run forwards (Triton's
+    backward ones cost ten times as much)."""
     i_b = tl.program_id(0)
     i_k = tl.program_id(1)
+    i_t = tl.program_id(2)
     i_row = tl.load(p_row + i_b)
     if i_row <= NOTHING:
+        return
+    i_used = tl.load(p_used + i_b)
+    i_n = tl.where(i_used > 0, i_used - i_row, 1)
+    i_last = i_row + i_t
+    if (i_t >= i_n) | (i_last < 0):
         return
     i_slot = tl.load(p_slots + i_b).to(tl.int64)
     i_b = i_b.to(tl.int64)
     i_h = i_k * GROUP
     o_k = tl.arange(0, K)
     o_l = tl.arange(0, LP)
+    o_j = i_last - o_l
     o_g = tl.arange(0, GP)
     m_g = o_g < GROUP
     p_k += i_b * s_k + i_k * K
@@ -205,40 +214,33 @@ def mamba2_window(
     p_ring_k += i_slot * s_ring_k + i_k * K
     p_ring_v += i_slot * s_ring_v + i_h * V
     p_ring_beta += i_slot * s_ring_beta + i_h
-    i_used = tl.load(p_used + i_b)
-    i_n = tl.where(i_used > 0, i_used - i_row, 1)
     if i_used <= 0:
         tl.store(p_top + i_b * H + i_h + o_g, tl.zeros([GP], tl.int32), mask=m_g)
-    for i_t in range(T):
-        i_last = i_row + i_t
-        m_t = (i_t < i_n) & (i_last >= 0)
-        _copy(p_k + i_t * (Hk * K), p_ring_k + i_last * (Hk * K), m_t, K, K)
-        _copy(p_v + i_t * (H * V), p_ring_v + i_last * (H * V), m_t, GROUP * V, VP)
-        _copy(p_beta + i_t * H, p_ring_beta + i_last * H, m_t, GROUP, GP)
+    _copy(p_k + i_t * (Hk * K), p_ring_k + i_last * (Hk * K), i_last >= 0, K, K)
+    _copy(p_v + i_t * (H * V), p_ring_v + i_last * (H * V), i_last >= 0, GROUP * V, VP)
+    _copy(p_beta + i_t * H, p_ring_beta + i_last * H, i_last >= 0, GROUP, GP)
 
     # the ring's rows before the tokens; the tokens themselves come from the inputs, so no barrier is needed
-    b_k = load_rows(p_ring_k, p_k, i_row, Hk * K, Hk * K, o_l, o_k, o_k < K, i_n).to(tl.float32)
-    b_norm = key_norms(b_k, NORM)
+    b_k = load_rows(p_ring_k, p_k, i_row, Hk * K, Hk * K, o_j, o_k, o_k < K, i_n).to(tl.float32)
     b_rate = tl.load(p_rate + i_h + o_g, mask=m_g, other=0.0)
-    b_beta = load_rows(p_ring_beta, p_beta, i_row, H, H, o_l, o_g, m_g, i_n)  # [LP, GP]
-    # row j of b_next is row j + 1 of b_beta: its sums from the end are Σ g_i over i > j, without a difference
-    b_next = load_rows(p_ring_beta + H, p_beta, i_row - 1, H, H, o_l, o_g, m_g, i_n)
-    for i_t in range(T):
-        i_last = i_row + i_t
-        i_bt = i_b * T + i_t
-        m_last = (o_l <= i_last)[:, None]
-        b_between = tl.cumsum(tl.where((o_l < i_last)[:, None], b_next, 0.0) * b_rate[None, :], axis=0, reverse=True)
-        b_w = tl.where(m_last, exp(b_between) * b_beta * b_norm[:, None], 0.0)
-        b_gain = exp(tl.sum(tl.where(m_last, b_beta, 0.0) * b_rate[None, :], axis=0))
-        if i_used > 0:
-            b_q = prepared_query(p_q + i_b * s_q + i_t * (Hk * K) + i_k * K, o_k, NORM, SCALE)
-            b_w *= tl.sum(b_k * b_q[None, :], axis=1)[:, None]
-            p_to = p_theta + (i_bt * Hk + i_k) * K
-            b_gain *= _store_theta(b_q, p_to, p_columns + i_h * K, K, BALANCED, ROTATE, HALF, ISA)
-        o_head = i_bt * H + i_h + o_g
-        m_t = o_g < tl.where((i_t < i_n) & (i_last >= 0), GROUP, 0)
-        tl.store(p_c + o_head[None, :] * L + o_l[:, None], b_w, mask=(o_l < L)[:, None] & m_t[None, :])
-        tl.store(p_gain + o_head, b_gain, mask=m_t)
+    b_beta = load_rows(p_ring_beta, p_beta, i_row, H, H, o_j, o_g, m_g, i_n)  # [LP, GP]
+    # row l holds what comes right after token j: its sums are Σ g_i over i > j, without a difference
+    b_next = load_rows(p_ring_beta, p_beta, i_row, H, H, o_j + 1, o_g, m_g, i_n)
+    b_between = tl.cumsum(tl.where((o_l > 0)[:, None], b_next, 0.0) * b_rate[None, :], axis=0)
+    b_w = exp(b_between) * b_beta * key_norms(b_k, NORM)[:, None]
+    b_gain = exp(tl.sum(b_beta * b_rate[None, :], axis=0))
+    i_bt = i_b * T + i_t
+    if i_used > 0:
+        b_q = prepared_query(p_q + i_b * s_q + i_t * (Hk * K) + i_k * K, o_k, NORM, SCALE)
+        b_w *= tl.sum(b_k * b_q[None, :], axis=1)[:, None]
+        p_to = p_theta + (i_bt * Hk + i_k) * K
+        b_gain *= _store_theta(b_q, p_to, p_columns + i_h * K, K, BALANCED, ROTATE, HALF, ISA)
+    o_head = i_bt * H + i_h + o_g
+    p_c += o_head[None, :] * L
+    tl.store(p_c + o_j[:, None], b_w, mask=(o_j >= 0)[:, None] & m_g[None, :])
+    m_after = ((o_l > i_last) & (o_l < L))[:, None]
+    tl.store(p_c + o_l[:, None], tl.zeros([LP, GP], tl.float32), mask=m_after & m_g[None, :])
+    tl.store(p_gain + o_head, b_gain, mask=m_g)
 
 
 @triton.jit
