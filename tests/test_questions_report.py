@@ -153,6 +153,15 @@ def test_few_questions_claim_nothing():
     )
 
 
+def test_an_arm_above_the_reference_is_named_too():
+    right, wrong = "A" * 40, "A" * 10 + "B" * 30
+    verdict = judge(of(("reference", wrong), ("decoupled-nvfp4", wrong), ("coupled-nvfp4", right)))
+    assert any(
+        re.search(r"Above the reference: coupled-nvfp4 \+75\.0 points .*no sign of precision", f) for f in verdict.facts
+    )
+    assert not any("Not to be told" in f for f in verdict.facts)
+
+
 def test_facts_name_the_other_arms_the_floor_and_the_cap(result):
     verdict = judge(result)
     text = " ".join(verdict.facts)

@@ -78,18 +78,18 @@ def _facts(result: QuestionsResult, subject: Arm | None) -> list[str]:
 
 def _others(result: QuestionsResult, subject: Arm | None) -> str:
     others = [a for a in result.arms if a.difference and a is not subject and kind_of(a) not in ("floor", "reference")]
-    worse = [a for a in others if a.difference and finding(a.difference) == "worse"]
     parts = []
-    if worse:
-        parts.append(
-            "Below the reference: "
-            + "; ".join(
-                f"{a.name} {points(a.difference.mean, sign=True)} points ({span(a.difference.ci95)})"
-                for a in sorted(worse, key=lambda a: a.difference.mean if a.difference else 0.0)
-                if a.difference
+    for found, title in (("worse", "Below the reference"), ("better", "Above the reference")):
+        told = [(a.difference, a.name) for a in others if a.difference and finding(a.difference) == found]
+        if told:
+            told.sort(key=lambda pair: -abs(pair[0].mean))
+            parts.append(
+                f"{title}: "
+                + "; ".join(f"{name} {points(d.mean, sign=True)} points ({span(d.ci95)})" for d, name in told)
+                + "."
             )
-            + "."
-        )
+            if found == "better":
+                parts.append("A state that changes predictions can raise an accuracy; that is no sign of precision.")
     rest = [a.name for a in others if a.difference and finding(a.difference) == "none shown"]
     if rest:
         parts.append(f"Not to be told from it: {', '.join(rest)}.")
