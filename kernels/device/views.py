@@ -73,9 +73,7 @@ def slot_stride(t: Tensor, name: str) -> int:
     return t.stride(0)
 
 
-def check_outputs(
-    shape: tuple[int, ...], out: Tensor, skip: tuple[Tensor, Tensor] | None, gate: Tensor | None
-) -> None:
+def check_outputs(shape: tuple[int, ...], out: Tensor, skip: tuple[Tensor, Tensor] | None, gate: Tensor | None) -> None:
     """Raise InvalidValueError where ``out``, the skip's x or the gate are not contiguous tensors of ``shape``
     [B, T, H, V]: kernels go through them as one block."""
     for name, t in (("out", out), ("the skip's x", None if skip is None else skip[0]), ("gate", gate)):
