@@ -10,6 +10,9 @@ SPECULATIVE := $(wildcard results/speed/speculative-*.json)
 
 VLLM := .venv-vllm
 
+# Bytecode of what is imported is kept, even where the environment asks for none: tests start dozens of processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test test-vllm check report notebooks docs clean
 
 setup: $(VENV)/.installed
