@@ -1,4 +1,4 @@
-"""One torch thread for each test process, as pytest-xdist runs one per core, and Triton's interpreter for kernels."""
+"""One torch thread for each test process, as pytest-xdist runs one per core; Triton's interpreter; which file first."""
 
 import os
 
@@ -7,6 +7,31 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # counts only before Triton is f
 import torch
 
 torch.set_num_threads(1)
+
+LONGEST = [
+    "test_notebooks.py",
+    "test_questions.py",
+    "test_adapters.py",
+    "test_adapters_identity.py",
+    "test_compile.py",
+    "test_balanced.py",
+    "test_verify_kernels.py",
+    "test_overflow.py",
+    "test_team.py",
+    "test_kernels.py",
+    "test_assisted.py",
+    "test_readout_many.py",
+    "test_decode.py",
+    "test_evaluate.py",
+    "test_paths.py",
+    "test_embedded.py",
+]
+"""Files of 20 s of CPU and more. A process takes a file at a time, so that one of these last would be waited for."""
+
+
+def pytest_collection_modifyitems(items):
+    order = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 def patch_the_language_once_a_launch():

@@ -127,9 +127,9 @@ def test_the_error_law(family, arm):
 @pytest.mark.parametrize("family", SPECS)
 @pytest.mark.parametrize("arm", ["decoupled-nvfp4", "decoupled-fp8", "decoupled-bf16-mxfp4"])
 def test_isolation(family, arm):
-    """Random bytes in the copy at every step leave the checkpoints of 1,000 tokens bit-identical."""
+    """Random bytes in the copy at every step leave the checkpoints of 200 tokens bit-identical, once of 1,000."""
     clean, garbage = fresh(family, arm, 2), fresh(family, arm, 2)
-    inputs = inputs_for(family, 2, 1000)
+    inputs = inputs_for(family, 2, 1000 if (family, arm) == ("gdn", "decoupled-nvfp4") else 200)
     rng = torch.Generator().manual_seed(7)
     different = False
     for t in range(inputs.tokens):
@@ -138,7 +138,7 @@ def test_isolation(family, arm):
             raw.copy_(torch.randint(0, 256, raw.shape, generator=rng, dtype=torch.uint8))
         token = inputs.slice(t, t + 1)
         different |= not torch.equal(step(clean, token), step(garbage, token))
-        if t % 100 == 99 or t > 990:
+        if t % 100 == 99 or inputs.tokens - t < 10:
             assert same_bytes(clean.checkpoint, garbage.checkpoint)
     assert different, "a check that can't fail: the copy was not read"
 

@@ -435,7 +435,7 @@ def command(*arguments: str) -> list[str]:
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def test_a_killed_run_goes_on_without_repeating_or_losing_an_answer(tmp_path):
+def test_a_killed_run_goes_on_without_repeating_or_losing_an_answer(tmp_path, capsys):
     out = tmp_path / "run"
     standin.write_csv(tmp_path / "short.csv", short(3))
     settings = "--arms decoupled-nvfp4 --temperature 0.7 --repeats 2 --max-gen-toks 4 --batch-size 1"
@@ -450,15 +450,14 @@ def test_a_killed_run_goes_on_without_repeating_or_losing_an_answer(tmp_path):
     before = path.read_bytes()
     kept = before[: before.rfind(b"\n") + 1]
     assert kept.count(b"\n") < 12 and not (out / "result.json").exists()
-    done = subprocess.run(command(*arguments, "--out", str(out)), env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert main(["gpqa", "tiny-gdn", *arguments, "--out", str(out)]) == 0
     after = path.read_bytes()
     assert after.startswith(kept)
     keys = [(a["arm"], a["question"], a["repeat"]) for a in map(json.loads, after.splitlines())]
     assert len(keys) == len(set(keys)) == 12
     result = QuestionsResult.read(out)
     assert result.status == "complete" and (out / "report.html").exists()
-    assert "decoupled-nvfp4" in done.stdout
+    assert "decoupled-nvfp4" in capsys.readouterr().out
 
 
 def test_two_processes_share_the_questions_and_give_what_one_gives(loaded, tmp_path):

@@ -14,6 +14,7 @@ from quantize_state.kernels.fold.renew import renew
 from quantize_state.kernels.inputs import TokenInputs
 from quantize_state.kernels.shapes import SHAPES, find_shape
 from quantize_state.kernels.standard.reference import standard
+from quantize_state.kernels.standard.reference import step as reference_standard
 from quantize_state.kernels.standard.triton import step, unsupported_layer
 from quantize_state.kernels.step import step as reference_step
 from quantize_state.quant.codec import encode
@@ -146,7 +147,7 @@ def test_a_state_that_is_not_finite_is_named_and_bad_queries_are_not(value):
 def test_renewing_gives_the_copy_of_the_checkpoint(policy):
     state = make_state("kda", window=4, slots=3, fills=[0] * 3, **policy)
     old = state.clone()
-    step(state, token("kda", 3))
+    reference_standard(state, token("kda", 3), torch.arange(3))
     renew(state, torch.tensor([2, -1, 0], dtype=torch.int32))
     expected = encode(state.checkpoint.codes, *state.copy.how)
     for name, t in expected.tensors().items():

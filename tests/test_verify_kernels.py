@@ -20,8 +20,8 @@ pytestmark = pytest.mark.skipif(not INTERPRET, reason=unavailable() or "Triton w
 
 SLOTS = [3, -1, 1, 4, 0]
 FILLS = [5, 4, 6, 7, 0]
-"""Of slots 0 to 4, in windows of 8: a row that closes its window, ones whose three tokens just fit, or just do not, and a
-fresh one."""
+"""Of slots 0 to 4, in windows of 8: a row that closes its window, rows whose three tokens just fit and just do not, and
+a fresh one."""
 
 
 def drafts(family, tokens, dtype=torch.bfloat16):
