@@ -267,8 +267,10 @@ def test_scores_are_those_of_lm_eval_itself(loaded, tmp_path):
     tokenizer = copy.deepcopy(loaded.tokenizer)
     tokenizer.pad_token = tokenizer.eos_token = tokenizer.convert_ids_to_tokens(0)  # HFLM can't do without
     model = dataclasses.replace(loaded, tokenizer=tokenizer)
-    source, arms = Source("stand-in", rows(3), True), ["reference", "reference-again"]
-    for task, cap in ((COT, 12), (LETTERS, 1)):
+    arms, long = ["reference", "reference-again"], Source("stand-in", rows(3), True)
+    brief = [dict(zip(COLUMNS, (f"Answer: ({x})\n" * 3, "pear", "plum", "quince", "fig"), strict=True)) for x in "ABCD"]
+    # whose letters the model repeats: answers that are all the same would fit any question
+    for task, cap, source in ((COT, 12, long), (LETTERS, 1, Source("letters", brief))):
         result = ask(model, task, arms, source, Plan(cap=cap, batch_size=3), tmp_path / task)
         with h.quiet():
             lm = HFLM(pretrained=loaded.model, tokenizer=tokenizer, batch_size=2)
@@ -280,6 +282,7 @@ def test_scores_are_those_of_lm_eval_itself(loaded, tmp_path):
             scores = result.arm(name).repeats[0].scores.split(" ")
             assert [float(s) for s in scores] == [expected[q.sha256] for q in result.questions]
         assert sum(expected.values()) > 0, "a score of zero throughout would agree with anything"
+    assert result.arm("reference").repeats[0].answers == "A B C D"
 
 
 def test_each_response_is_scored_on_its_own(attached, loaded):
