@@ -25,6 +25,7 @@ LONGEST = [
     "test_evaluate.py",
     "test_paths.py",
     "test_embedded.py",
+    "test_weights.py",
 ]
 """Files of 20 s of CPU and more. A process takes a file at a time, so that one of these last would be waited for."""
 
