@@ -15,6 +15,9 @@ VARIABLE = "QUANTIZE_STATE_POLICY"
 PATH_VARIABLE = "QUANTIZE_STATE_PATH"
 """``auto`` (as without it), ``replay`` or ``standard``: what a step on a GPU runs; ``auto`` goes by the batch."""
 
+RAY_VARIABLE = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+"""vLLM's list of variables that its processes on other machines are to have; they get no others but vLLM's own."""
+
 
 def register() -> None:
     """Have vLLM keep states as ``QUANTIZE_STATE_POLICY`` says; without it, do nothing.
@@ -23,6 +26,8 @@ def register() -> None:
     """
     asked = os.environ.get(VARIABLE, "").strip()
     if asked:
+        known = [*os.environ.get(RAY_VARIABLE, "").split(","), VARIABLE, PATH_VARIABLE]
+        os.environ[RAY_VARIABLE] = ",".join(dict.fromkeys(filter(None, known)))
         from .plugin import activate
 
         activate(asked, os.environ.get(PATH_VARIABLE, "auto"))  # type: ignore[arg-type]

@@ -27,6 +27,31 @@ def check_version() -> None:
         )
 
 
+def check_platform() -> None:
+    """Raise QuantizeStateError unless vLLM runs on a CPU or an NVIDIA GPU: elsewhere it decodes by other functions."""
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        raise QuantizeStateError(
+            f"the plugin serves on NVIDIA GPUs and CPUs, and vLLM runs on {current_platform.device_name!r} here, where "
+            "it decodes by functions that no policy reaches; unset QUANTIZE_STATE_POLICY"
+        )
+
+
+def check_workers(plugin: Any, followed: list[Any]) -> None:
+    """Raise QuantizeStateError where a worker of the engine does not follow what this process does.
+
+    ``followed``: of each worker, its recipe and path. A process that does not find the plugin would serve FP32.
+    """
+    lost = [str(rank) for rank, theirs in enumerate(followed) if theirs != (plugin.recipe, plugin.path)]
+    if lost:
+        raise QuantizeStateError(
+            f"QUANTIZE_STATE_POLICY={plugin.asked} is not what worker {', '.join(lost)} of the engine follows. Each "
+            "process reads the variable, and the file that it names, for itself: have quantize-state installed and "
+            "the variable set alike on every machine, and quantize_state in VLLM_PLUGINS where that is set"
+        )
+
+
 def check_config(config: Any, plugin: Any) -> None:
     """Raise QuantizeStateError for an engine configuration under which a read copy can't be kept."""
     reasons = {

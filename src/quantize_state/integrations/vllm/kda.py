@@ -64,16 +64,14 @@ def _packed(original: Callable[..., Any], *args: Any, **given: Any) -> Any:
 
 def hook() -> None:
     """Wrap the decode function, which vLLM has on GPUs alone."""
-    if current_platform.is_cuda_alike():
+    if current_platform.is_cuda():
         wrap(operations(), "fused_recurrent_kda_packed_decode", _packed)
 
 
 def operations() -> Any:
     """The module from which vLLM's layer takes its kernels."""
-    if current_platform.is_rocm():
-        from vllm.models.kimi_k3.amd.ops.third_party import kda as ops
-    else:
-        from vllm.models.kimi_k3.nvidia.ops.third_party import kda as ops
+    from vllm.models.kimi_k3.nvidia.ops.third_party import kda as ops
+
     return ops
 
 

@@ -99,10 +99,11 @@ _hooked = False
 def activate(asked: str | StatePolicy | Recipe | None, path: Path = "auto") -> None:
     """Take vLLM's hooks, once in a process, and let engines made from now on follow ``asked``, on a GPU by ``path``.
 
-    Raises QuantizeStateError for a policy that can't be served, or a vLLM that the plugin was not tested with.
+    Raises QuantizeStateError for a policy that can't be served, or a vLLM or device that the plugin does not know.
     """
     global _hooked
     checks.check_version()
+    checks.check_platform()
     plugin.use(asked, path)
     if not _hooked:
         _take_hooks()
@@ -113,6 +114,7 @@ def _take_hooks() -> None:
     from vllm.config import VllmConfig
     from vllm.model_executor.custom_op import PluggableLayer
     from vllm.model_executor.layers.mamba.abstract import MambaBase
+    from vllm.v1.executor.abstract import Executor
 
     from . import calculators
 
@@ -121,6 +123,7 @@ def _take_hooks() -> None:
     wrap(VllmConfig, "__post_init__", _checked_config)
     wrap(MambaBase, "get_kv_cache_spec", _checked_layer)
     wrap(PluggableLayer, "__new__", _new_layer)
+    wrap(Executor, "get_kv_cache_specs", _checked_workers)
 
 
 def _new_layer(original: Callable[..., Any], layer_class: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,6 +153,17 @@ def _checked_layer(original: Callable[..., Any], layer: Any, *args: Any, **kwarg
     if plugin.asked is not None:
         checks.check_layer(layer)
     return original(layer, *args, **kwargs)
+
+
+def _checked_workers(original: Callable[..., Any], executor: Any) -> Any:
+    if plugin.asked is not None:
+        checks.check_workers(plugin, executor.collective_rpc(in_force))
+    return original(executor)
+
+
+def in_force(worker: Any) -> tuple[Recipe | None, Path]:
+    """What layers follow in the process of one of an engine's workers."""
+    return plugin.recipe, plugin.path
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
