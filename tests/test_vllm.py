@@ -4,22 +4,34 @@ Runs where vLLM is installed (``make test-vllm``); see docs/vllm.md for what onl
 """
 
 import logging
+import os
 import subprocess
 import sys
-from contextlib import contextmanager
+import types
 
 import pytest
 import torch
-from vllm_engine import EXACT, engine, largest_difference, layers_of, mean_kl, texts, through_transformers
+from vllm_engine import (
+    EXACT,
+    Seen,
+    across_cached_rings,
+    engine,
+    largest_difference,
+    layers_of,
+    mean_kl,
+    texts,
+    through_transformers,
+    with_spoiled_copies,
+)
 from vllm_models import MODELS, VOCABULARY, write_model
 
-from quantize_state.integrations.vllm import calculators, checks
+from quantize_state.integrations.vllm import PATH_VARIABLE, RAY_VARIABLE, VARIABLE, calculators, checks, register
 from quantize_state.integrations.vllm.forcing import forced_logits
-from quantize_state.integrations.vllm.layer import ReadCopy
-from quantize_state.integrations.vllm.plugin import activate, plugin, replace_layer
+from quantize_state.integrations.vllm.plugin import activate, in_force, plugin, replace_layer
 from quantize_state.kernels.step import folded
 from quantize_state.quant.errors import QuantizeStateError
 from quantize_state.quant.policy import parse_arm
+from quantize_state.quant.recipe import Recipe
 
 BF16 = 2**-7
 """One unit in the last place of bfloat16, relative to the largest value: vLLM rounds a step's outputs to it."""
@@ -39,10 +51,6 @@ def models(tmp_path_factory):
     return {name: write_model(name, folder) for name in MODELS}
 
 
-def scheduler_of(llm):
-    return llm.llm_engine.engine_core.engine_core.scheduler
-
-
 def test_an_exact_copy_equals_stock_vllm(models, caplog):
     """Of a model without attention; test_vllm_parallel.py has others."""
     prompts, tokens = texts(5, 1, 40), texts(45, 30, 20, seed=1)
@@ -60,52 +68,6 @@ def test_an_exact_copy_equals_stock_vllm(models, caplog):
 
 
 # --- what a scheduler does -------------------------------------------------------------------------------------------
-
-
-class Seen:
-    """What happened to read copies while an engine ran."""
-
-    def __init__(self, monkeypatch, llm):
-        self.mixed = self.folded = self.preempted = self.last_chunks = self.padded_or_fresh = 0
-        self.pages, self.prefilled = set(), 0
-        scheduler, seen = scheduler_of(llm), self
-        prefill, fold_rings, decode = ReadCopy.prefill, ReadCopy._fold_rings, ReadCopy.decode
-        preempt, schedule = scheduler._preempt_request, scheduler.schedule
-        rows = {"prefill": 0}
-
-        @contextmanager
-        def counted_prefill(copy, slots, has_state, also=None):
-            rows["prefill"] = slots.numel()
-            seen.prefilled += slots.numel()
-            seen.pages |= {(copy.name, int(slot)) for slot in slots}
-            with prefill(copy, slots, has_state, also):
-                yield
-
-        def counted_decode(copy, inputs, slots, out, **given):
-            seen.mixed += bool(rows["prefill"])
-            decode(copy, inputs, slots, out, **given)
-
-        def counted_fold(copy, slots):
-            seen.folded += int((copy.state.cursor[slots] > 0).sum())
-            fold_rings(copy, slots)
-
-        def counted_preempt(*args, **kwargs):
-            seen.preempted += 1
-            return preempt(*args, **kwargs)
-
-        def watched_schedule(*args, **kwargs):
-            before = {key: request.num_computed_tokens for key, request in scheduler.requests.items()}
-            output = schedule(*args, **kwargs)
-            for key, count in output.num_scheduled_tokens.items():
-                prompt = scheduler.requests[key].num_prompt_tokens
-                seen.last_chunks += count == 1 and prompt > 1 and before.get(key) == prompt - 1
-            return output
-
-        monkeypatch.setattr(ReadCopy, "prefill", counted_prefill)
-        monkeypatch.setattr(ReadCopy, "decode", counted_decode)
-        monkeypatch.setattr(ReadCopy, "_fold_rings", counted_fold)
-        monkeypatch.setattr(scheduler, "_preempt_request", counted_preempt)
-        monkeypatch.setattr(scheduler, "schedule", watched_schedule)
 
 
 PROMPTS = texts(33, 17, 1, 220, 240, 235, 5, 64, 2)
@@ -139,8 +101,6 @@ def test_chunks_slot_reuse_preemption_and_mixed_batches(models, calm, monkeypatc
 def test_a_recipe_with_an_untouched_layer(models, calm):
     """Layer 0 stays vLLM's own, in pages that are as large as the others'."""
     recipe = {"default": "decoupled-fp32", "layers": {"0": "reference", "*layers.4.*": "decoupled-fp32-w5"}}
-    from quantize_state.quant.recipe import Recipe
-
     with engine(models["nemotron_h"], Recipe.from_dict(recipe)) as llm:
         assert [layer.read_copy.policy.window for layer in layers_of(llm)] == [16, 5]
         assert [layer.prefix for layer in layers_of(llm)] == ["model.layers.3.mixer", "model.layers.4.mixer"]
@@ -150,29 +110,7 @@ def test_a_recipe_with_an_untouched_layer(models, calm):
 
 def test_prefix_caching_takes_a_ring_along(models, monkeypatch):
     """A block that a request completed while decoding is found by another: its state is checkpoint and ring."""
-    # By default vLLM keeps the states at the ends of prompts alone; None keeps all.
-    cached = {"enable_prefix_caching": True, "prefix_cache_retention_interval": None, "max_num_batched_tokens": 96}
-    with engine(models["nemotron_h"], "decoupled-fp32", **cached) as llm:
-        block = llm.llm_engine.vllm_config.cache_config.block_size
-        (prompt,), (tokens,) = texts(block - 42), texts(130, seed=5)
-        seen = Seen(monkeypatch, llm)
-        first = forced_logits(llm, [prompt], [tokens])
-        assert seen.folded == 0
-        again = forced_logits(llm, [prompt + tokens[:70]], [tokens[70:]])
-        rings = seen.folded
-        computed = seen.prefilled
-        # A prompt whose first block was filled by prefill; and both cached blocks again, side by side.
-        (other,) = texts(block + 30, seed=6)
-        alone = forced_logits(llm, [other], [tokens[:20]])
-        both = forced_logits(llm, [other, prompt + tokens[:70]], [tokens[:20], tokens[70:90]])
-    assert rings == 3, "no ring was found in a cached block, in each of the three layers"
-    assert computed < 3 * 8, "the second request was prefilled from its beginning"
-    with engine(models["nemotron_h"], None) as llm:
-        stock, other_stock = forced_logits(llm, [prompt, other], [tokens, tokens[:20]])
-    assert largest_difference(first, [stock]) < EXACT
-    assert largest_difference(again, [stock[70:]]) < EXACT
-    assert largest_difference([alone[0], both[0]], [other_stock, other_stock]) < EXACT
-    assert largest_difference(both[1:], [stock[70:90]]) < EXACT
+    assert across_cached_rings(models["nemotron_h"], monkeypatch) == 3
 
 
 # --- what the copy does ----------------------------------------------------------------------------------------------
@@ -180,31 +118,7 @@ def test_prefix_caching_takes_a_ring_along(models, monkeypatch):
 
 def test_isolation(models, monkeypatch):
     """Whatever is in the copy of the first layer, its checkpoints stay the same to the bit."""
-    decode = ReadCopy.decode
-    runs = []
-    for garbage in (False, True):
-        checkpoints, outputs = [], []
-
-        def spoiled(copy, inputs, slots, out, _garbage=garbage, _kept=checkpoints, _out=outputs, **given):
-            first = copy.name == "model.layers.0.mixer"
-            if first and _garbage:
-                # Digits alone: with scales of NaN the layers after this one would have nothing to compute with.
-                rng = torch.Generator().manual_seed(len(_kept))
-                shape = copy.state.copy.codes[slots].shape
-                copy.state.copy.codes[slots] = torch.randint(0, 256, shape, dtype=torch.uint8, generator=rng)
-            decode(copy, inputs, slots, out, **given)
-            if first:
-                _kept.append(copy.state.checkpoint.codes[slots].clone())
-                _out.append(out.clone())
-
-        with monkeypatch.context() as patch, engine(models["nemotron_h"], "decoupled-nvfp4") as llm:
-            patch.setattr(ReadCopy, "decode", spoiled)
-            forced_logits(llm, PROMPTS[:3], FORCED[:3])
-        runs.append((checkpoints, outputs))
-    (checkpoints, outputs), (others, spoiled_outputs) = runs
-    assert len(checkpoints) == len(others) > 40
-    assert all(torch.equal(a, b) for a, b in zip(checkpoints, others, strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(outputs, spoiled_outputs, strict=True))
+    with_spoiled_copies(models["nemotron_h"], monkeypatch, PROMPTS[:3], FORCED[:3])
 
 
 def test_the_same_kl_through_vllm_and_through_transformers(models, calm):
@@ -297,16 +211,68 @@ def test_other_versions_of_vllm(monkeypatch):
         checks.check_version()
 
 
+def test_a_worker_that_follows_another_policy_is_no_engine(monkeypatch):
+    """As on a machine where the variable is not set: its layers would be vLLM's own, and nobody would know."""
+    from vllm.v1.executor.abstract import Executor
+
+    followed = []
+    asked = {"get_kv_cache_spec": ["specs"]}
+    executor = types.SimpleNamespace(collective_rpc=lambda what: asked.get(what, followed))
+    activate("decoupled-nvfp4")
+    try:
+        ours = in_force(None)
+        followed[:] = [ours, ours]
+        assert Executor.get_kv_cache_specs(executor) == ["specs"]
+        for other in [(None, "auto"), (Recipe.of("decoupled-fp8"), "auto"), (ours[0], "standard")]:
+            followed[:] = [ours, other]
+            with pytest.raises(QuantizeStateError, match=r"decoupled-nvfp4 is not what worker 1 of the engine follows"):
+                Executor.get_kv_cache_specs(executor)
+    finally:
+        activate(None)
+    assert Executor.get_kv_cache_specs(executor) == ["specs"], "vLLM as it is asks no worker"
+
+
+def test_processes_on_ray_get_the_variables(monkeypatch):
+    """vLLM copies to other machines the variables of its own and those that it is told of."""
+    from vllm.ray.ray_env import get_env_vars_to_copy
+
+    monkeypatch.setenv(RAY_VARIABLE, "MINE")
+    monkeypatch.setenv(VARIABLE, "decoupled-nvfp4")
+    assert VARIABLE not in get_env_vars_to_copy()
+    try:
+        register()
+        register()
+    finally:
+        activate(None)
+    assert os.environ[RAY_VARIABLE] == f"MINE,{VARIABLE},{PATH_VARIABLE}"
+    assert {"MINE", VARIABLE, PATH_VARIABLE} <= get_env_vars_to_copy()
+
+
+@pytest.mark.parametrize("kind", ["is_rocm", "is_xpu"])
+def test_other_devices(monkeypatch, kind):
+    """There GDN decodes by functions that are not wrapped: its states would be FP32, and beside stale copies."""
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(current_platform, kind, lambda: True)
+    with pytest.raises(QuantizeStateError, match="NVIDIA GPUs and CPUs"):
+        activate("decoupled-nvfp4")
+    monkeypatch.setattr(current_platform, "is_cuda", lambda: True)
+    checks.check_platform()
+
+
 HOOKS = """
 import os, sys
 from vllm.config import VllmConfig
 from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.v1.executor.abstract import Executor
 from quantize_state.integrations.vllm import register
 
 def hooks():
     return [VllmConfig.__post_init__, PluggableLayer.__new__, MambaBase.get_kv_cache_spec,
+            Executor.get_kv_cache_specs,
             mamba_utils.MambaStateShapeCalculator.mamba2_state_shape.__func__,
             mamba_utils.MambaStateDtypeCalculator.kda_state_dtype.__func__]
 
@@ -343,8 +309,6 @@ def test_nothing_is_touched_without_a_policy_and_no_layer_is_imported_too_early(
 
 
 def test_a_recipe_that_names_no_layer(models):
-    from quantize_state.quant.recipe import Recipe
-
     recipe = Recipe.from_dict({"default": "decoupled-fp8", "layers": {"*layers.9.*": "decoupled-nvfp4"}})
     with pytest.raises(QuantizeStateError, match=r"'\*layers\.9\.\*' of the recipe"), engine(models["mamba2"], recipe):
         pass

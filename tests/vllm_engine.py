@@ -23,7 +23,8 @@ import torch
 import vllm.model_executor.models.registry as registry
 from vllm import LLM
 
-from quantize_state.integrations.vllm.forcing import Forced
+from quantize_state.integrations.vllm.forcing import Forced, forced_logits
+from quantize_state.integrations.vllm.layer import ReadCopy
 from quantize_state.integrations.vllm.plugin import activate
 
 # Qwen3.5's module imports what handles pictures, and no torchvision of the package index loads beside a CPU's torch.
@@ -36,6 +37,10 @@ registry._run_in_subprocess = lambda function: function()
 EXACT = 2e-4
 """Largest difference of a logit (their standard deviation is about 1.6) between vLLM's FP32 step and an exact copy:
 the same sums in another order, through up to three layers."""
+
+
+class Worker:
+    """To be named as an engine's ``worker_extension_cls``: what is done above is then done in its workers too."""
 
 
 @contextmanager
@@ -104,3 +109,125 @@ def through_transformers(path, arm, prompts, tokens, dtype=torch.float32):
                 rows.append(out.logits[:, -1:])
             logits.append(torch.cat(rows, dim=1)[0].float())
     return logits
+
+
+def scheduler_of(llm):
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+class Seen:
+    """What happened to read copies while an engine ran."""
+
+    def __init__(self, monkeypatch, llm):
+        self.mixed = self.folded = self.preempted = self.last_chunks = self.padded_or_fresh = 0
+        self.pages, self.prefilled = set(), 0
+        scheduler, seen = scheduler_of(llm), self
+        prefill, fold_rings, decode = ReadCopy.prefill, ReadCopy._fold_rings, ReadCopy.decode
+        preempt, schedule = scheduler._preempt_request, scheduler.schedule
+        rows = {"prefill": 0}
+
+        @contextmanager
+        def counted_prefill(copy, slots, has_state, also=None):
+            rows["prefill"] = slots.numel()
+            seen.prefilled += slots.numel()
+            seen.pages |= {(copy.name, int(slot)) for slot in slots}
+            with prefill(copy, slots, has_state, also):
+                yield
+
+        def counted_decode(copy, inputs, slots, out, **given):
+            seen.mixed += bool(rows["prefill"])
+            decode(copy, inputs, slots, out, **given)
+
+        def counted_fold(copy, slots):
+            seen.folded += int((copy.state.cursor[slots] > 0).sum())
+            fold_rings(copy, slots)
+
+        def counted_preempt(*args, **kwargs):
+            seen.preempted += 1
+            return preempt(*args, **kwargs)
+
+        def watched_schedule(*args, **kwargs):
+            before = {key: request.num_computed_tokens for key, request in scheduler.requests.items()}
+            output = schedule(*args, **kwargs)
+            for key, count in output.num_scheduled_tokens.items():
+                prompt = scheduler.requests[key].num_prompt_tokens
+                seen.last_chunks += count == 1 and prompt > 1 and before.get(key) == prompt - 1
+            return output
+
+        monkeypatch.setattr(ReadCopy, "prefill", counted_prefill)
+        monkeypatch.setattr(ReadCopy, "decode", counted_decode)
+        monkeypatch.setattr(ReadCopy, "_fold_rings", counted_fold)
+        monkeypatch.setattr(scheduler, "_preempt_request", counted_preempt)
+        monkeypatch.setattr(scheduler, "schedule", watched_schedule)
+
+
+def preempt_all_at(monkeypatch, llm, *steps):
+    """Have the engine preempt all of its running requests in ``steps``, which are counted from 1."""
+    scheduler = scheduler_of(llm)
+    schedule, step = scheduler.schedule, iter(range(1, 10**6))
+
+    def interrupted(*args, **kwargs):
+        if next(step) in steps:
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+        return schedule(*args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "schedule", interrupted)
+
+
+def across_cached_rings(path, monkeypatch, **given):
+    """Assert that requests which take up a cached block with a ring in it are served as stock vLLM serves them.
+
+    Returns how many rings were taken up: by the second request, that is one for each layer.
+    """
+    # By default vLLM keeps the states at the ends of prompts alone; None keeps all.
+    cached = {"enable_prefix_caching": True, "prefix_cache_retention_interval": None, "max_num_batched_tokens": 96}
+    with engine(path, "decoupled-fp32", **cached | given) as llm:
+        block = llm.llm_engine.vllm_config.cache_config.mamba_block_size
+        end = -(-64 // block) * block  # of a block, which the first request passes with its 42nd token
+        (prompt,), (tokens,) = texts(end - 42), texts(130, seed=5)
+        seen = Seen(monkeypatch, llm)
+        first = forced_logits(llm, [prompt], [tokens])
+        assert seen.folded == 0
+        again = forced_logits(llm, [prompt + tokens[:70]], [tokens[70:]])
+        rings, computed = seen.folded, seen.prefilled
+        # A prompt whose first block was filled by prefill; and both cached blocks again, side by side.
+        (other,) = texts(end + 30, seed=6)
+        alone = forced_logits(llm, [other], [tokens[:20]])
+        both = forced_logits(llm, [other, prompt + tokens[:70]], [tokens[:20], tokens[70:90]])
+        assert seen.folded == 2 * rings, "the block was not found the second time"
+    chunks = -(-len(prompt) // cached["max_num_batched_tokens"]) + 2
+    assert computed <= chunks * rings, "the second request was prefilled from its beginning"
+    with engine(path, None, **given) as llm:
+        stock, other_stock = forced_logits(llm, [prompt, other], [tokens, tokens[:20]])
+    assert largest_difference(first, [stock]) < EXACT
+    assert largest_difference(again, [stock[70:]]) < EXACT
+    assert largest_difference([alone[0], both[0]], [other_stock, other_stock]) < EXACT
+    assert largest_difference(both[1:], [stock[70:90]]) < EXACT
+    return rings
+
+
+def with_spoiled_copies(path, monkeypatch, prompts, tokens, **given):
+    """Assert that the first layer's checkpoints stay the same to the bit, and its outputs not, if its copy is noise."""
+    decode, kept, first, noise = ReadCopy.decode, [], "", None
+
+    def watched(copy, inputs, slots, out, **rest):
+        if copy.name == first and noise is not None:
+            # Digits alone: with scales of NaN the layers after this one would have nothing to compute with.
+            shape = copy.state.copy.codes[slots].shape
+            copy.state.copy.codes[slots] = torch.randint(0, 256, shape, dtype=torch.uint8, generator=noise)
+        decode(copy, inputs, slots, out, **rest)
+        if copy.name == first:
+            kept.append((copy.state.checkpoint.codes[slots].clone(), out.clone()))
+
+    monkeypatch.setattr(ReadCopy, "decode", watched)
+    runs = []
+    for noise in (None, torch.Generator().manual_seed(0)):  # noqa: B007
+        with engine(path, "decoupled-nvfp4-w5", **given) as llm:
+            first = layers_of(llm)[0].prefix
+            kept = []
+            forced_logits(llm, prompts, tokens)
+        runs.append(kept)
+    clean, spoiled = runs
+    assert len(clean) == len(spoiled) > 15
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(clean, spoiled, strict=True))
+    assert not all(torch.equal(a, b) for (_, a), (_, b) in zip(clean, spoiled, strict=True))

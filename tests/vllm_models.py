@@ -27,7 +27,7 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
     "tie_word_embeddings": False,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 4096,
 }
 _ATTENTION = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 _BAMBA: dict[str, Any] = dict(
@@ -140,16 +140,19 @@ MODELS = {
 }
 
 
-def write_model(name: str, folder: Path, *, seed: int = 0, dtype: str | None = None) -> Path:
+def write_model(
+    name: str, folder: Path, *, seed: int = 0, dtype: str | None = None, changed: dict[str, Any] | None = None
+) -> Path:
     """A fresh tiny model in ``folder``/``name``; the same seed gives the same weights.
 
-    ``dtype``: another than what vLLM's CPU kernels take.
+    ``dtype``: another than what vLLM's CPU kernels take. ``changed``: other values in its configuration.
     """
     tiny = MODELS[name]
     target = folder / name
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = getattr(transformers, tiny.model)(getattr(transformers, tiny.config)(**_COMMON | tiny.given))
+        config = getattr(transformers, tiny.config)(**_COMMON | tiny.given | (changed or {}))
+        model = getattr(transformers, tiny.model)(config)
         for module in model.modules():
             if hasattr(module, "A_log") and hasattr(module, "dt_bias"):
                 _initialise_decay(module)
