@@ -41,7 +41,7 @@ $(VLLM)/.installed: pyproject.toml constraints-vllm.txt
 	@touch $@
 
 test-vllm: $(VLLM)/.installed
-	$(VLLM)/bin/python -m pytest -n 2 --dist loadfile $(addprefix tests/test_vllm,.py _eval.py _parallel.py _gpu_code.py)
+	$(VLLM)/bin/python -m pytest -n 2 --dist loadfile $(addprefix tests/test_vllm,.py _serve.py _parallel.py _eval.py _gpu_code.py)
 
 check: setup
 	$(BIN)/ruff check .

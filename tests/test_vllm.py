@@ -30,6 +30,7 @@ from quantize_state.integrations.vllm.forcing import forced_logits
 from quantize_state.integrations.vllm.plugin import activate, in_force, plugin, replace_layer
 from quantize_state.kernels.step import folded
 from quantize_state.quant.errors import QuantizeStateError
+from quantize_state.quant.model_recipe import ModelRecipe
 from quantize_state.quant.policy import parse_arm
 from quantize_state.quant.recipe import Recipe
 
@@ -51,19 +52,20 @@ def models(tmp_path_factory):
     return {name: write_model(name, folder) for name in MODELS}
 
 
-def test_an_exact_copy_equals_stock_vllm(models, caplog):
-    """Of a model without attention; test_vllm_parallel.py has others."""
+@pytest.mark.parametrize(("name", "count"), [("mamba2", 2), ("zamba2", 3)])
+def test_an_exact_copy_equals_stock_vllm(models, caplog, name, count):
+    """Of a model without attention, and of one with shared attention; test_vllm_parallel.py has others."""
     prompts, tokens = texts(5, 1, 40), texts(45, 30, 20, seed=1)
-    with engine(models["mamba2"], None) as llm:
+    with engine(models[name], None) as llm:
         assert not layers_of(llm)
         stock = forced_logits(llm, prompts, tokens)
     with caplog.at_level(logging.INFO, "vllm.quantize_state"):
         logging.getLogger("vllm.quantize_state").addHandler(caplog.handler)
-        with engine(models["mamba2"], "decoupled-fp32") as llm:
-            assert len(layers_of(llm)) == 2
+        with engine(models[name], "decoupled-fp32") as llm:
+            assert len(layers_of(llm)) == count
             exact = forced_logits(llm, prompts, tokens)
     assert largest_difference(exact, stock) < EXACT
-    assert "decoupled-fp32 for 2 layers by the torch reference" in caplog.text
+    assert f"decoupled-fp32 for {count} layers by the torch reference" in caplog.text
     assert ".mixer" in caplog.text
 
 
@@ -177,6 +179,7 @@ def test_gdn_steps_as_vllms_kernel_does(models, monkeypatch, name, architecture)
     [
         ({"use_replayssm": True}, "--use-replayssm keeps a ring of its own"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative decoding"),
+        ({"kv_offloading_size": 1}, "KV connector"),
     ],
 )
 def test_flags_that_do_not_go_together(models, given, message):
@@ -186,6 +189,17 @@ def test_flags_that_do_not_go_together(models, given, message):
     try:
         with pytest.raises(Exception, match=message):
             EngineArgs(model=str(models["mamba2"]), skip_tokenizer_init=True, **given).create_engine_config()
+    finally:
+        activate(None)
+
+
+def test_auto_and_a_model_without_a_recipe(models):
+    from vllm import EngineArgs
+
+    activate("auto")
+    try:
+        with pytest.raises(Exception, match=r"there is no state_quant_config\.json in"):
+            EngineArgs(model=str(models["mamba2"]), skip_tokenizer_init=True).create_engine_config()
     finally:
         activate(None)
 
@@ -211,24 +225,28 @@ def test_other_versions_of_vllm(monkeypatch):
         checks.check_version()
 
 
-def test_a_worker_that_follows_another_policy_is_no_engine(monkeypatch):
+def test_a_worker_that_follows_another_policy_is_no_engine(tmp_path):
     """As on a machine where the variable is not set: its layers would be vLLM's own, and nobody would know."""
     from vllm.v1.executor.abstract import Executor
 
     followed = []
-    asked = {"get_kv_cache_spec": ["specs"]}
-    executor = types.SimpleNamespace(collective_rpc=lambda what: asked.get(what, followed))
-    activate("decoupled-nvfp4")
+    config = types.SimpleNamespace(model_config=types.SimpleNamespace(model=str(tmp_path)))
+    answers = {"get_kv_cache_spec": ["specs"], in_force: followed}
+    executor = types.SimpleNamespace(vllm_config=config, collective_rpc=answers.__getitem__)
+    (tmp_path / "config.json").write_text("{}")
+    ModelRecipe(Recipe.of("decoupled-nvfp4"), {}).write(tmp_path)
+    activate("auto")
     try:
-        ours = in_force(None)
+        ours = (Recipe.of("decoupled-nvfp4"), "auto")
         followed[:] = [ours, ours]
         assert Executor.get_kv_cache_specs(executor) == ["specs"]
         for other in [(None, "auto"), (Recipe.of("decoupled-fp8"), "auto"), (ours[0], "standard")]:
             followed[:] = [ours, other]
-            with pytest.raises(QuantizeStateError, match=r"decoupled-nvfp4 is not what worker 1 of the engine follows"):
+            with pytest.raises(QuantizeStateError, match="POLICY=auto is not what worker 1 of the engine follows"):
                 Executor.get_kv_cache_specs(executor)
     finally:
         activate(None)
+    del answers[in_force]
     assert Executor.get_kv_cache_specs(executor) == ["specs"], "vLLM as it is asks no worker"
 
 

@@ -265,6 +265,7 @@ def config(**changed):
     """An engine's configuration, as far as it is looked at."""
     plain = {
         "use_replayssm": False,
+        "kv_offloading_size": None,
         "speculative_config": None,
         "kv_transfer_config": None,
         "enable_stochastic_rounding": False,
@@ -281,6 +282,7 @@ def config(**changed):
         ({"use_replayssm": True}, {}, "--use-replayssm keeps a ring of its own"),
         ({"speculative_config": object()}, {}, "speculative decoding"),
         ({"kv_transfer_config": SimpleNamespace(is_kv_transfer_instance=True)}, {}, "KV connector"),
+        ({"kv_offloading_size": 4.0}, {}, "KV connector, which --kv-offloading-size is too"),
         ({"enable_stochastic_rounding": True}, {}, "stochastic rounding"),
         ({"pipeline_parallel_size": 2}, {"3": "decoupled-fp8"}, "with pipeline parallelism, name them"),
     ],

@@ -33,17 +33,17 @@ def check_platform() -> None:
 
     if not (current_platform.is_cpu() or current_platform.is_cuda()):
         raise QuantizeStateError(
-            f"the plugin serves on NVIDIA GPUs and CPUs, and vLLM runs on {current_platform.device_name!r} here, where "
-            "it decodes by functions that no policy reaches; unset QUANTIZE_STATE_POLICY"
+            f"the plugin serves on NVIDIA GPUs and CPUs, and vLLM has found a {type(current_platform).__name__} here; "
+            "unset QUANTIZE_STATE_POLICY"
         )
 
 
-def check_workers(plugin: Any, followed: list[Any]) -> None:
+def check_workers(plugin: Any, ours: Any, followed: list[Any]) -> None:
     """Raise QuantizeStateError where a worker of the engine does not follow what this process does.
 
-    ``followed``: of each worker, its recipe and path. A process that does not find the plugin would serve FP32.
+    ``ours`` and, of each worker, ``followed``: recipe and path. A process without the variable would serve FP32.
     """
-    lost = [str(rank) for rank, theirs in enumerate(followed) if theirs != (plugin.recipe, plugin.path)]
+    lost = [str(rank) for rank, theirs in enumerate(followed) if theirs != ours]
     if lost:
         raise QuantizeStateError(
             f"QUANTIZE_STATE_POLICY={plugin.asked} is not what worker {', '.join(lost)} of the engine follows. Each "
@@ -61,8 +61,9 @@ def check_config(config: Any, plugin: Any) -> None:
         "speculative decoding keeps several states per request and rolls back by choosing one; a ring can't": (
             config.speculative_config is not None
         ),
-        "a KV connector moves states between engines without their rings": (
-            config.kv_transfer_config is not None and config.kv_transfer_config.is_kv_transfer_instance
+        "a KV connector, which --kv-offloading-size is too, moves states without their rings": (
+            (config.kv_transfer_config is not None and config.kv_transfer_config.is_kv_transfer_instance)
+            or config.cache_config.kv_offloading_size is not None  # of which vLLM makes a connector later
         ),
         "stochastic rounding is for FP16 states of vLLM's own; the policy's checkpoint is rounded to nearest": (
             config.mamba_config.enable_stochastic_rounding

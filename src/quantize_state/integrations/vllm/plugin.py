@@ -157,12 +157,13 @@ def _checked_layer(original: Callable[..., Any], layer: Any, *args: Any, **kwarg
 
 def _checked_workers(original: Callable[..., Any], executor: Any) -> Any:
     if plugin.asked is not None:
-        checks.check_workers(plugin, executor.collective_rpc(in_force))
+        checks.check_workers(plugin, in_force(executor), executor.collective_rpc(in_force))
     return original(executor)
 
 
-def in_force(worker: Any) -> tuple[Recipe | None, Path]:
-    """What layers follow in the process of one of an engine's workers."""
+def in_force(process: Any) -> tuple[Recipe | None, Path]:
+    """What layers follow in this process; ``process``: its worker, or the engine's executor."""
+    plugin.resolve(process.vllm_config.model_config.model)
     return plugin.recipe, plugin.path
 
 
