@@ -131,11 +131,11 @@ def _unsupported(model: nn.Module, layers: list[SsmLayer]) -> list[str]:
     config = getattr(model, "config", None)
     try:
         cache = DynamicCache(config=config)
+        kinds = getattr(config.get_text_config(), "layer_types", None) or []
     except Exception:  # a model of its own making, whose config no cache understands
         return []
     known = {getattr(layer.module, "layer_idx", None) for layer in layers}
     # transformers 5.19 gives layers without any state the cache of one with a state.
-    kinds = getattr(config.get_text_config(), "layer_types", None) or []
     known |= {i for i, kind in enumerate(kinds) if kind in ("mlp", "moe")}
     lost = [i for i, kept in enumerate(cache.layers) if hasattr(kept, "recurrent_states") and i not in known]
     numbered = {m.layer_idx: n for n, m in model.named_modules() if isinstance(getattr(m, "layer_idx", None), int)}
