@@ -6,6 +6,8 @@ What needs vLLM runs where it is installed (``make test-vllm``).
 import importlib.util
 import json
 import os
+import re
+import shlex
 import sys
 import types
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantize_state.cli import main
+from quantize_state.cli import build_parser, main
 from quantize_state.evals import through_vllm
 from quantize_state.evals.embedded import embedded_path
 from quantize_state.quant.errors import QuantizeStateError
@@ -53,6 +55,41 @@ def test_both_paths_tell_the_same_story(family, tmp_path, capsys, monkeypatch):
     assert ours == pytest.approx(theirs, rel=SAME_STORY[family])
     assert "KL by vLLM" in printed and "by transformers" in printed and f"{ours / theirs:.2f}" in printed
     assert main(command) == 2  # never overwritten
+
+
+def commands_of_the_docs(program):
+    """The command lines of docs/vllm.md that begin with ``program``, variables aside."""
+    page = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text(encoding="utf-8")
+    lines = re.findall(rf"`((?:[A-Z_]+=\S+ )*{program} [^`]+)`|^((?:[A-Z_]+=\S+ )*{program} .+)$", page, re.MULTILINE)
+    return [[word for word in shlex.split(a or b) if not re.match("[A-Z_]+=", word)][1:] for a, b in lines]
+
+
+def test_our_commands_in_the_docs_parse():
+    found = [words for words in commands_of_the_docs("quantize-state") if words[0] == "eval"]
+    assert len(found) > 4
+    assert all(build_parser().parse_args(words).engine == "vllm" for words in found)
+
+
+@pytest.mark.skipif(not INSTALLED, reason="vLLM is not installed here")
+def test_vllms_commands_in_the_docs_parse(monkeypatch):
+    from vllm.benchmarks.throughput import validate_args
+    from vllm.entrypoints.cli.benchmark.main import cmd_init as bench
+    from vllm.entrypoints.cli.serve import cmd_init as serve
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    found = commands_of_the_docs("vllm")
+    assert {words[0] for words in found} == {"serve", "bench"} and len(found) > 5
+    for words in found:
+        monkeypatch.setattr(sys, "argv", ["vllm", *words])  # by which vLLM decides what its parser knows
+        parser = FlexibleArgumentParser()
+        subparsers = parser.add_subparsers(dest="subparser")
+        commands = {command.name: command for command in (*bench(), *serve())}
+        for command in commands.values():
+            command.subparser_init(subparsers)
+        args = parser.parse_args(words)
+        commands[args.subparser].validate(args)
+        if words[:2] == ["bench", "throughput"]:
+            validate_args(args)
 
 
 @pytest.mark.skipif(INSTALLED, reason="here the process would find a vLLM to import")
