@@ -128,7 +128,7 @@ def _unsupported(model: nn.Module, layers: list[SsmLayer]) -> list[str]:
     """Layers for which transformers keeps a recurrent state, and that are none of ``layers``."""
     from transformers import DynamicCache
 
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     try:
         cache = DynamicCache(config=config)
         kinds = getattr(config.get_text_config(), "layer_types", None) or []
