@@ -235,12 +235,12 @@ def test_a_worker_that_follows_another_policy_is_no_engine(tmp_path):
     executor = types.SimpleNamespace(vllm_config=config, collective_rpc=answers.__getitem__)
     (tmp_path / "config.json").write_text("{}")
     ModelRecipe(Recipe.of("decoupled-nvfp4"), {}).write(tmp_path)
-    activate("auto")
+    activate("auto", "replay")
     try:
-        ours = (Recipe.of("decoupled-nvfp4"), "auto")
+        ours = (Recipe.of("decoupled-nvfp4"), "replay")
         followed[:] = [ours, ours]
         assert Executor.get_kv_cache_specs(executor) == ["specs"]
-        for other in [(None, "auto"), (Recipe.of("decoupled-fp8"), "auto"), (ours[0], "standard")]:
+        for other in [(None, "auto"), (Recipe.of("decoupled-fp8"), "replay"), (ours[0], "auto")]:
             followed[:] = [ours, other]
             with pytest.raises(QuantizeStateError, match="POLICY=auto is not what worker 1 of the engine follows"):
                 Executor.get_kv_cache_specs(executor)
