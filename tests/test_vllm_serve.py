@@ -52,25 +52,26 @@ def model(tmp_path, capsys):
     return tmp_path / "model"
 
 
-def serve(model, policy, *given, **options):
+def serve(model, policy, *given):
+    """A server of its own process group, which says what it says into a file beside the model's directory."""
     command = [sys.executable, "-c", VLLM, "serve", str(model), "--dtype", "float32", "--max-model-len", "256", *given]
     command += ["--enforce-eager"]  # compiling takes a minute
     environment = os.environ | {VARIABLE: policy, "VLLM_LOGGING_LEVEL": "INFO"}
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        **options,
-    )  # fmt: skip
+    with open(model.parent / "log", "wb") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
 
 
-def said(server):
-    """Stop a server, and what it has said."""
-    os.killpg(server.pid, signal.SIGINT)
-    try:
-        return server.communicate(timeout=60)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(server.pid, signal.SIGKILL)
-        return server.communicate()[0]
+def said(server, model):
+    """Stop a server, if it runs, and what it has said."""
+    if server.poll() is None:
+        os.killpg(server.pid, signal.SIGINT)
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+    return (model.parent / "log").read_text(errors="replace")
 
 
 def complete(port, prompt):
@@ -104,7 +105,7 @@ def test_a_server_follows_the_recipe_of_its_model(model):
         with ThreadPoolExecutor(len(prompts)) as pool:
             answers = list(pool.map(lambda prompt: complete(port, prompt), prompts))
     finally:
-        log = said(server)
+        log = said(server, model)
         print(log)
     layers = r"decoupled-nvfp4 for 6 layers by the torch reference.*model\.layers\.\{0,4,8,10,12,14\}\.mixer"
     assert set(re.findall(rf"DP(\d).*quantize-state: {layers}", log)) == {"0", "1"}, "not both engines have said so"
@@ -128,8 +129,8 @@ def test_a_server_follows_the_recipe_of_its_model(model):
 def test_a_server_does_not_start_without_what_was_asked_for(model):
     server = serve(model, "decoupled-nvfp3")
     try:
-        log, _ = server.communicate(timeout=STARTING)
+        server.wait(STARTING / 2)  # without the policy it would start, and serve
     finally:
-        server.kill()
-    assert server.returncode != 0
+        log = said(server, model)
+    assert server.returncode > 0
     assert "'nvfp3'. Did you mean 'nvfp4'" in log
