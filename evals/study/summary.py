@@ -155,8 +155,8 @@ def findings(result: Result, law: Law | None) -> list[str]:
         pairs = law_pairs(result, law)
         if len(pairs) >= 3:
             told.append(
-                f"Error law from one FP32 pass over {law.tokens:,} tokens against measured KL of {len(pairs)} decoupled "
-                f"arms: rank correlation {rank_correlation([(x, y) for x, y, _ in pairs]):.3f}."
+                f"Error law from one FP32 pass over {law.tokens:,} tokens against measured KL of {len(pairs)} "
+                f"decoupled arms: rank correlation {rank_correlation([(x, y) for x, y, _ in pairs]):.3f}."
             )
     front = ", ".join(a.name for a in pareto(result))
     told.append(f"On the front of KL against bytes moved: {front}.")
