@@ -53,9 +53,11 @@ TABLE: tuple[Entry, ...] = (
     # of several queries: sixteen rows a warp at a time, so at least 16 · warps
     Entry(Launch(rows=64, warps=2), "readout_many"),
     # one warp waits for no other; KDA makes its keys again for every tile, which then has to be large
-    Entry(Launch(rows=128, columns=32, warps=4, stages=3, programs=132 * 2), "fold", "kda"),
-    Entry(Launch(rows=32, columns=32, warps=1, stages=1, programs=132 * 8), "fold", "mamba2"),
-    Entry(Launch(rows=32, columns=32, warps=1, stages=3, programs=132 * 8), "fold"),
+    Entry(Launch(rows=128, columns=32, warps=4, stages=3, programs=132 * 2), "fold", "kda", isa=90),
+    Entry(Launch(rows=32, columns=32, warps=1, stages=1, programs=132 * 8), "fold", "mamba2", isa=90),
+    Entry(Launch(rows=32, columns=32, warps=1, stages=3, programs=132 * 8), "fold", "gdn", isa=90),
+    Entry(Launch(rows=64, columns=32, warps=4, programs=132 * 3), "fold", "kda"),
+    Entry(Launch(rows=32, columns=32, warps=2, programs=132 * 8), "fold"),
     Entry(Launch(rows=8, warps=1, programs=132 * 32), "renew"),
     Entry(Launch(warps=1), "window"),
     Entry(Launch(warps=4), "plan"),

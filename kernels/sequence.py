@@ -8,6 +8,7 @@ then window and readout of all other tokens, several queries a row from one read
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -284,7 +285,10 @@ def window(
         "BALANCED": state.read_source.columns is not None, "ROTATE": rotation_size(state.read_source),
         "HALF": w.theta.element_size() == 2, "ISA": isa,
     }  # fmt: skip
-    grid = (inputs.rows, spec.heads) if spec.rules.delta_rule else (inputs.rows, spec.key_heads, inputs.tokens)
+    channel = spec.rules.decay == "channel"
+    # heads of a key that one program takes together: as many as a warp can hold M of, which several tokens change
+    per = 1 if channel else math.gcd(group, max(1, (1024 if inputs.tokens == 1 else 512) // common["LP"] ** 2))
+    grid = (inputs.rows, spec.heads // per) if spec.rules.delta_rule else (inputs.rows, spec.key_heads, inputs.tokens)
     sizes = (spec.heads, spec.key_heads, spec.value_dim)
     names = ("k", "v", "beta", "g") if spec.rules.delta_rule else ("k", "v", "beta")
     rings = tuple(ring[n] for n in names)
@@ -292,12 +296,14 @@ def window(
     token_strides = tuple(slot_stride(t[n], n) for n in ("q", *names))
     if spec.rules.delta_rule:
         mix = mixing_of(state)
+        common["VP"] = triton.next_power_of_2(per * spec.value_dim)
         run(
             delta_window, grid, launch,
             t["q"], t["k"], t["v"], t["beta"], t["g"], *rings, mix, *orders,
             w.theta, w.gain, w.c, w.start, w.top, columns,
-            *token_strides, *ring_strides, slot_stride(mix, "mix"), *sizes,
-            CHANNEL=spec.rules.decay == "channel", VEC=max(1, spec.key_dim // (32 * launch.warps)), **common,
+            *token_strides, *ring_strides, slot_stride(mix, "mix"),
+            H=spec.heads, Hk=spec.key_heads, V=spec.value_dim, CHANNEL=channel, PER=per,
+            VEC=max(1, spec.key_dim // (32 * launch.warps)), **common,
         )  # fmt: skip
     else:
         common["VP"] = triton.next_power_of_2(group * spec.value_dim)

@@ -13,7 +13,8 @@ from kernel_cases import SPECS, as_bytes, gaps_untouched, make_far, make_state, 
 from recurrence import random_inputs, recurrence
 
 from quantize_state.kernels import ops, sequence
-from quantize_state.kernels.device.targets import INTERPRET, unavailable
+from quantize_state.kernels.device.math import inverse_norm
+from quantize_state.kernels.device.targets import INTERPRET, tl, triton, unavailable
 from quantize_state.kernels.device.views import slot_stride
 from quantize_state.kernels.inputs import TokenInputs
 from quantize_state.kernels.readout.triton import readout
@@ -27,6 +28,13 @@ from quantize_state.quant.spec import LayerSpec
 from quantize_state.quant.state import DecodeState
 
 pytestmark = pytest.mark.skipif(not INTERPRET, reason=unavailable() or "Triton was imported without TRITON_INTERPRET=1")
+
+
+@triton.jit
+def norm_kernel(p_x, p_y, N: tl.constexpr):
+    o = tl.arange(0, N)
+    tl.store(p_y + o, inverse_norm(tl.load(p_x + o)))
+
 
 FP32 = 2e-6
 """Relative error of FP32 sums in another order."""
@@ -121,6 +129,41 @@ def test_rings_longer_than_one_piece(family):
     for b in range(4):
         assert error(out[b], expected[b]) < 2 * FP32, b
     check_state(state, clone)
+
+
+@pytest.mark.parametrize("heads, key_heads", [(3, 1), (6, 1), (8, 2), (8, 1)])
+def test_heads_that_share_a_key(heads, key_heads, monkeypatch):
+    """A program of the window kernel takes one, two or four of them: those of a key are so many programs'."""
+    spec = LayerSpec("gdn", heads, key_heads, 16, 32, qk_l2norm=True, query_scale=32**-0.5)
+    monkeypatch.setitem(SPECS, "shared", (spec, None))
+    state = make_state("shared", read="fp8_e4m3", window=4, fills=[3, 2, 0], slots=3)
+    for seed in (9, 10):  # the second step flushes with the row of M that the first one left
+        expected, out, clone = both_step(state, token("shared", 2, seed=seed), [0, 1])
+        for b in range(2):
+            assert error(out[b], expected[b]) < 2 * FP32, (seed, b)
+        check_state(state, clone)
+
+
+@pytest.mark.parametrize("family", ["gdn", "kda"])
+def test_tokens_of_another_type_than_the_ring(family):
+    """Then a row's address cannot be chosen between both, and each is loaded by itself."""
+    state = make_state(family, read=None, window=4, fills=[3, 2], slots=2, dtype=torch.float32)
+    inputs = token(family, 2)
+    assert inputs.k.dtype == torch.bfloat16 != state.ring["k"].dtype
+    expected, out, clone = both_step(state, inputs, [0, 1])
+    for b in range(2):
+        assert error(out[b], expected[b]) < 2 * FP32, b
+    check_state(state, clone)
+
+
+def test_the_norm_of_keys_and_queries():
+    """One over the root of what torch takes the root of, to two units in the last place; of what overflowed, zero."""
+    rng = torch.Generator().manual_seed(0)
+    square = torch.cat([torch.rand(60, generator=rng) * 10.0 ** torch.arange(-30, 30), torch.tensor([0.0, 3e38])])
+    out = torch.empty(64)
+    norm_kernel[(1,)](torch.cat([square, torch.tensor([float("inf"), float("nan")])]), out, N=64)
+    assert ((out[:62].double() * (square.double() + 1e-6).sqrt()) - 1).abs().max() < 2**-22
+    assert out[62] == 0 and out[63].isnan()
 
 
 @pytest.mark.parametrize("read", [f for f in FORMATS if f != "nvfp4"])

@@ -65,6 +65,20 @@ def test_verified_tokens(family, read, early):
         check_state(state, clone)
 
 
+@pytest.mark.parametrize("family", ["gdn", "kda"])
+def test_drafts_in_a_ring_of_another_type(family):
+    """Tokens that are loaded by themselves, behind more rows of the ring than KDA takes at a time, and some of which
+    would come to stand behind the padded ring."""
+    state = make_state(family, read=None, window=16, fills=[14, 1, 8, 3, 0], dtype=torch.float32)
+    clone, slots = state.clone(), torch.tensor([0, 2])
+    inputs = drafts(family, 4).map(lambda t: t[:2])
+    expected = reference_verify(clone, inputs, slots)
+    out, verified = sequence.verify(state, inputs, slots)
+    assert verified.tolist() == expected.tokens.tolist() == [1, 4]
+    for b, n in enumerate(verified.tolist()):
+        assert error(out[b, :n], expected.y[b, :n]) < 2 * FP32, b
+
+
 def test_one_token_is_a_step():
     state = make_state("gdn", read="nvfp4", window=8, fills=FILLS)
     clone, slots = state.clone(), torch.tensor(SLOTS)

@@ -70,3 +70,29 @@ def weighted_rows(b_x, b_w, ISA: tl.constexpr):
             return tl.sum(tl.dot(tl.trans(b_x).to(tl.float32), b_parts, input_precision="ieee"), axis=1)
     else:
         return tl.sum(b_x.to(tl.float32) * b_w[:, None], axis=0)
+
+
+@triton.jit
+def weighted_sums(b_x, b_w, ISA: tl.constexpr):
+    """Σ_j w_ji·x_j [I, N] of rows b_x [M, N] and float32 b_w [M, I], exact to FP32; I a power of two.
+
+    As ``weighted_rows``: the three parts of bfloat16 rows' weights are columns of one product.
+    """
+    M: tl.constexpr = b_x.shape[0]
+    I: tl.constexpr = b_w.shape[1]
+    W: tl.constexpr = 8 if I == 1 else 4
+    o_n = tl.arange(0, W)[None, None, :]
+    b_w = b_w[:, :, None]
+    if b_x.dtype == tl.bfloat16:
+        b_1, b_2, b_3 = bf16_parts(b_w)
+        b_parts = tl.where(o_n == 0, b_1, 0.0)
+        b_parts = tl.where(o_n == 1, b_2, b_parts)
+        b_parts = tl.reshape(tl.where(o_n == 2, b_3, b_parts), [M, I * W])
+        if ISA >= 90:
+            b_y = tl.dot(tl.trans(b_x), b_parts.to(tl.bfloat16))
+        else:
+            b_y = dot_fp32(tl.trans(b_x).to(tl.float32), b_parts.to(tl.float32), ISA)
+    else:
+        b_parts = tl.reshape(tl.where(o_n == 0, b_w, 0.0), [M, I * W])
+        b_y = dot_fp32(tl.trans(b_x).to(tl.float32), b_parts, ISA)
+    return tl.trans(tl.sum(tl.reshape(b_y, [b_x.shape[1], I, W]), axis=2))

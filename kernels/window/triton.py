@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from ...quant import state as states
 from ..device.codec import bits_float, float_bits, hadamard
-from ..device.dot import dot_raw, weighted_rows
+from ..device.dot import dot_raw, weighted_sums
 from ..device.fp4 import THETA_BITS_CONVERTED, THETA_BITS_MOVED, pair_position
-from ..device.math import exp, exp_fast, inverse_norm
+from ..device.math import LOG2E, exp, inverse_norm
 from ..device.targets import tl, triton
+from .channel import channel_dots, channel_theta, total
 
 NOTHING = tl.constexpr(-2)
 STALE = tl.constexpr(states.STALE)
@@ -112,12 +113,49 @@ def load_rows(p_ring, p_token, i_row, s_row, s_token, o_l, o_k, m_k, i_n):
 
 
 @triton.jit
-def load_scalars(p_ring, p_token, i_row, s_row, s_token, o_l, i_n):
-    """The same of log-decays or gains, one per row: [LP] float32."""
+def load_scalars(p_ring, p_token, i_row, s_row, s_token, o_l, o_g, i_n):
+    """The same of log-decays or gains of heads o_g [N], one per row: [LP, N] float32."""
     m_r = (o_l < i_row) & (o_l >= 0)
-    m_t = (o_l >= i_row) & (o_l < i_row + i_n) & (o_l >= 0)
-    b_r = tl.load(p_ring + o_l * s_row, mask=m_r, other=0.0)
-    return tl.where(m_t, tl.load(p_token + (o_l - i_row) * s_token, mask=m_t, other=0.0).to(tl.float32), b_r)
+    m_x = (o_l < i_row + i_n) & (o_l >= 0)
+    if p_ring.dtype == p_token.dtype:
+        p_x = tl.where(m_r, p_ring + o_l * s_row, p_token + (o_l - i_row) * s_token)
+        return tl.load(p_x[:, None] + o_g[None, :], mask=m_x[:, None], other=0.0).to(tl.float32)
+    else:
+        b_r = tl.load(p_ring + (o_l * s_row)[:, None] + o_g[None, :], mask=m_r[:, None], other=0.0).to(tl.float32)
+        p_t = p_token + ((o_l - i_row) * s_token)[:, None] + o_g[None, :]
+        return tl.where(m_r[:, None], b_r, tl.load(p_t, mask=(m_x & (m_r == 0))[:, None], other=0.0).to(tl.float32))
+
+
+@triton.jit
+def _column(b_x):
+    """b_x [N] as [N, 1], in the layout of what it meets: a matrix product's is four registers for what fits in one."""
+    return tl.trans(b_x[None, :])
+
+
+@triton.jit
+def load_keys(p_ring, p_token, p_query, i_row, i_n, s_row, o_l, K: tl.constexpr):
+    """The keys of ``load_rows``, and behind them the query as one more row: [LP, K] of the ring's type.
+
+    In pieces of 32 columns: a thread then has two rows of all pieces, and few addresses to choose.
+    """
+    LP: tl.constexpr = o_l.shape[0]
+    m_r = o_l < i_row
+    m_q = o_l == i_row + i_n
+    m_x = o_l <= i_row + i_n
+    o_x = (tl.arange(0, K // 32) * 32)[None, :, None] + tl.arange(0, 32)[None, None, :]
+    if p_ring.dtype == p_token.dtype and p_ring.dtype == p_query.dtype:
+        p_x = tl.where(m_r, p_ring + o_l * s_row, tl.where(m_q, p_query, p_token + (o_l - i_row) * s_row))
+        b_k = tl.load(p_x[:, None, None] + o_x, mask=m_x[:, None, None], other=0.0)
+    else:
+        m_r = m_r[:, None, None]
+        m_q = m_q[:, None, None]
+        m_t = m_x[:, None, None] & (m_r == 0) & (m_q == 0)
+        o_r = (o_l * s_row)[:, None, None] + o_x
+        b_k = tl.load(p_ring + o_r, mask=m_r, other=0.0)
+        b_k = tl.where(m_t, tl.load(p_token + (o_r - i_row * s_row), mask=m_t, other=0.0).to(b_k.dtype), b_k)
+        b_q = tl.load(p_query + o_x + tl.zeros([LP, 1, 1], tl.int32), mask=m_q, other=0.0)
+        b_k = tl.where(m_q, b_q.to(b_k.dtype), b_k)
+    return tl.reshape(b_k, [LP, K])
 
 
 @triton.jit
@@ -150,24 +188,26 @@ def _store_theta(
     b_theta, p_theta, p_columns,
     K: tl.constexpr, BALANCED: tl.constexpr, ROTATE: tl.constexpr, HALF: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Store Θ [K], times the copy's column scales and rotated as it is, and return what it must be multiplied by
-    again."""
-    o_k = tl.arange(0, K)
+    """Store Θ [N, K] of N heads, times the copy's column scales and rotated as it is, and return what it must be
+    multiplied by again [N]."""
+    N: tl.constexpr = b_theta.shape[0]
+    o_k = tl.arange(0, K)[None, :]
+    o_head = tl.arange(0, N)[:, None] * K
     if BALANCED:
-        b_theta *= tl.load(p_columns + o_k)
+        b_theta *= tl.load(p_columns + o_head + o_k)
     if ROTATE > 1:
-        b_theta = tl.reshape(hadamard(tl.reshape(b_theta, [1, K]), ROTATE), [K])
-    b_factor = tl.sum(tl.full([1], 1.0, tl.float32), axis=0)
+        b_theta = hadamard(b_theta, ROTATE)
+    b_factor = tl.full([N], 1.0, tl.float32)
     if HALF:
         # scaled by a power of two, so that float16 neither overflows nor loses the small ones: see device/fp4.py
-        b_top = float_bits(tl.max(tl.abs(b_theta), axis=0)) >> 23
+        b_top = float_bits(tl.max(tl.abs(b_theta), axis=1)) >> 23
         b_top = tl.minimum(tl.maximum(b_top, 30), 230)  # a power of two that is normal, as its inverse
         SHIFT: tl.constexpr = THETA_BITS_CONVERTED if ISA >= 100 else THETA_BITS_MOVED
-        b_theta *= bits_float((254 - b_top + SHIFT) << 23)
+        b_theta *= bits_float((254 - b_top + SHIFT) << 23)[:, None]
         b_factor = bits_float((b_top - SHIFT) << 23)
-        tl.store(p_theta + pair_position(o_k, ISA), b_theta.to(tl.float16))
+        tl.store(p_theta + o_head + pair_position(o_k, ISA), b_theta.to(tl.float16))
     else:
-        tl.store(p_theta + o_k, b_theta)
+        tl.store(p_theta + o_head + o_k, b_theta)
     return b_factor
 
 
@@ -234,67 +274,13 @@ def mamba2_window(
         b_q = prepared_query(p_q + i_b * s_q + i_t * (Hk * K) + i_k * K, o_k, NORM, SCALE)
         b_w *= tl.sum(b_k * b_q[None, :], axis=1)[:, None]
         p_to = p_theta + (i_bt * Hk + i_k) * K
-        b_gain *= _store_theta(b_q, p_to, p_columns + i_h * K, K, BALANCED, ROTATE, HALF, ISA)
+        b_gain *= _store_theta(b_q[None, :], p_to, p_columns + i_h * K, K, BALANCED, ROTATE, HALF, ISA)
     o_head = i_bt * H + i_h + o_g
     p_c += o_head[None, :] * L
     tl.store(p_c + o_j[:, None], b_w, mask=(o_j >= 0)[:, None] & m_g[None, :])
     m_after = ((o_l > i_last) & (o_l < L))[:, None]
     tl.store(p_c + o_l[:, None], tl.zeros([LP, GP], tl.float32), mask=m_after & m_g[None, :])
     tl.store(p_gain + o_head, b_gain, mask=m_g)
-
-
-@triton.jit
-def _place(b_x, o_x, o_l):
-    """Numbers b_x [N] at places o_x of a vector [LP], zeros elsewhere."""
-    return tl.sum(tl.where(o_l[:, None] == o_x[None, :], b_x[None, :], 0.0), axis=1)
-
-
-@triton.jit
-def _channel_dots(
-    p_ring_k, p_k, p_ring_g, p_g, i_row, i_last, i_n, s_k, s_g, b_token, b_query, o_k, o_l,
-    K: tl.constexpr, NORM: tl.constexpr, ISA: tl.constexpr,
-):  # fmt: skip
-    """Keys j <= last, decayed to the last token, times its key and query; and what keys are multiplied by: [LP].
-
-    Eight tokens at a time from the last one backwards, so that the sums Σ g_i over i > j run forwards (Triton's
-    backward ones cost ten times as much), and a short ring costs less than a full one.
-    """
-    o_8 = tl.arange(0, 8)
-    b_a = tl.zeros(o_l.shape, tl.float32)
-    b_b = tl.zeros(o_l.shape, tl.float32)
-    b_norm = tl.zeros(o_l.shape, tl.float32)
-    b_sum = tl.zeros([K], tl.float32)
-    for i_8 in range(0, i_last + 1, 8):
-        o_j = i_last - i_8 - o_8
-        b_g = load_rows(p_ring_g + s_g, p_g, i_row - 1, s_g, s_g, o_j, o_k, o_k < K, i_n)
-        b_g = tl.where((o_j < i_last)[:, None], b_g, 0.0)
-        b_k = load_rows(p_ring_k, p_k, i_row, s_k, s_k, o_j, o_k, o_k < K, i_n).to(tl.float32)
-        b_z = b_k * exp_fast(tl.cumsum(b_g, axis=0) + b_sum[None, :], ISA)
-        b_sum += tl.sum(b_g, axis=0)
-        b_a += _place(tl.sum(b_z * b_token[None, :], axis=1), o_j, o_l)
-        b_b += _place(tl.sum(b_z * b_query[None, :], axis=1), o_j, o_l)
-        b_norm += _place(key_norms(b_k, NORM), o_j, o_l)
-    return b_a * b_norm, b_b * b_norm, b_norm
-
-
-@triton.jit
-def _channel_theta(
-    p_ring_k, p_k, p_ring_g, p_g, i_row, i_last, i_n, s_k, s_g, b_c, b_query, o_k, o_l,
-    K: tl.constexpr, ISA: tl.constexpr,
-):  # fmt: skip
-    """e^G·q − Σ_j c_j·e^G_j·k_j [K] for tokens j <= last; b_c [LP]."""
-    o_8 = tl.arange(0, 8)
-    b_x = tl.zeros([K], tl.float32)
-    b_sum = tl.zeros([K], tl.float32)
-    for i_8 in range(0, i_last + 1, 8):
-        o_j = i_8 + o_8
-        b_g = load_rows(p_ring_g, p_g, i_row, s_g, s_g, o_j, o_k, o_k < K, i_n)
-        b_g = tl.where((o_j <= i_last)[:, None], b_g, 0.0)
-        b_k = load_rows(p_ring_k, p_k, i_row, s_k, s_k, o_j, o_k, o_k < K, i_n).to(tl.float32)
-        b_w = _place(b_c, o_l, o_j)
-        b_x += tl.sum(b_k * exp_fast(tl.cumsum(b_g, axis=0) + b_sum[None, :], ISA) * b_w[:, None], axis=0)
-        b_sum += tl.sum(b_g, axis=0)
-    return exp(b_sum) * b_query - b_x
 
 
 @triton.jit
@@ -305,16 +291,17 @@ def delta_window(
     p_columns,  # column scales of the copy [H, K]
     s_q, s_k, s_v, s_beta, s_g,
     s_ring_k, s_ring_v, s_ring_beta, s_ring_g, s_mix,
-    H, Hk, V,
-    K: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, T: tl.constexpr, GROUP: tl.constexpr, VP: tl.constexpr,
+    H: tl.constexpr, Hk: tl.constexpr, V: tl.constexpr,  # constants, as strides that cost no instructions
+    K: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, T: tl.constexpr, GROUP: tl.constexpr, PER: tl.constexpr,
+    VP: tl.constexpr,
     CHANNEL: tl.constexpr, VEC: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr, BALANCED: tl.constexpr,
     ROTATE: tl.constexpr, HALF: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B, H). Θ [B, T, H, K] with its factor in gain [B, T, H], and C; of rows that flush, in C's place, what W's
-    keys are multiplied by (their norms, and e^(G_h − G_j) where a head has one log-decay), in start the same of X's
-    keys with e^G_j, e^G_h in gain, and zero in top [B, H]."""
+    """Grid (B, H / PER): PER heads of one key. Θ [B, T, H, K] with its factor in gain [B, T, H], and C; of rows that
+    flush, in C's place, what W's keys are multiplied by (their norms, and e^(G_h − G_j) where a head has one
+    log-decay), in start the same of X's keys with e^G_j, e^G_h in gain, and zero in top [B, H]."""
     i_b = tl.program_id(0)
-    i_h = tl.program_id(1)
+    i_h = tl.program_id(1) * PER
     i_k = i_h // GROUP
     i_row = tl.load(p_row + i_b)
     if i_row <= NOTHING:
@@ -323,10 +310,8 @@ def delta_window(
     i_used = tl.load(p_used + i_b)
     i_b = i_b.to(tl.int64)
     G: tl.constexpr = K if CHANNEL else 1
-    o_k = tl.arange(0, K)
-    if CHANNEL:
-        o_k = tl.max_contiguous(o_k, VEC)  # a thread holds all rows of its columns: sums over rows stay in it
     o_l = tl.arange(0, LP)
+    o_g = tl.max_contiguous(tl.arange(0, PER), 1)  # neighbouring threads hold rows of a head, as of M
     p_q += i_b * s_q + i_k * K
     p_k += i_b * s_k + i_k * K
     p_v += i_b * s_v + i_h * V
@@ -342,77 +327,91 @@ def delta_window(
         i_last = i_row + i_t
         m_t = (i_t < i_n) & (i_last >= 0)
         _copy(p_k + i_t * (Hk * K), p_ring_k + i_last * (Hk * K), m_t & (i_h % GROUP == 0), K, K)
-        _copy(p_v + i_t * (H * V), p_ring_v + i_last * (H * V), m_t, V, VP)
-        _copy(p_beta + i_t * H, p_ring_beta + i_last * H, m_t, 1, 1)
-        _copy(p_g + i_t * (H * G), p_ring_g + i_last * (H * G), m_t, G, G)
+        _copy(p_v + i_t * (H * V), p_ring_v + i_last * (H * V), m_t, PER * V, VP)
+        _copy(p_beta + i_t * H, p_ring_beta + i_last * H, m_t, PER, PER)
+        _copy(p_g + i_t * (H * G), p_ring_g + i_last * (H * G), m_t, PER * G, PER * G)
 
-    # the ring's rows before the tokens; the tokens themselves come from the inputs, so no barrier is needed
-    if not CHANNEL:
-        b_k = load_rows(p_ring_k, p_k, i_row, Hk * K, Hk * K, o_l, o_k, o_k < K, i_n)
-    b_beta = load_scalars(p_ring_beta, p_beta, i_row, H, H, o_l, i_n)
-    o_m = o_l[:, None] * L + o_l[None, :]
-    b_m = tl.load(p_mix + o_m, mask=(o_l < i_row)[:, None] & (o_l < i_row)[None, :], other=0.0)
+    # M as [column, head, row], a column a thread: sums over rows stay in it. Rows in use are zero behind their last
+    o_m = tl.max_contiguous(o_l, 1)
+    p_m = p_mix + o_m[:, None, None] + (o_g * (L * L))[None, :, None] + (o_m * L)[None, None, :]
+    b_m = tl.load(p_m, mask=(o_l < L)[:, None, None] & (o_l < i_row)[None, None, :], other=0.0)
     for i_t in range(T):
+        # the ring's rows before the tokens; the tokens themselves come from the inputs, so no barrier is needed
         i_last = i_row + i_t
         m_t = (i_t < i_n) & (i_last >= 0)
-        b_query = tl.load(p_q + i_t * (Hk * K) + o_k).to(tl.float32)
+        m_last = o_l == i_last
         if CHANNEL:
+            o_k = tl.arange(0, K // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
+            b_query = tl.load(p_q + i_t * (Hk * K) + o_k).to(tl.float32)
+            b_token = tl.load(p_k + i_t * (Hk * K) + o_k).to(p_ring_k.dtype.element_ty).to(tl.float32)
+            b_own = tl.load(p_g + i_t * (H * K) + o_k).to(tl.float32) * LOG2E
+            b_a, b_b, b_norm = channel_dots(
+                p_ring_k, p_k, p_ring_g, p_g, i_row, i_last, b_token, b_query, b_own, o_k, o_l,
+                Hk * K, H * K, T, NORM, ISA,
+            )  # fmt: skip
+            b_b = tl.where(m_last, total(b_token * b_query), b_b)
             b_scale = SCALE
             if NORM:
-                b_scale = SCALE * inverse_norm(tl.sum(b_query * b_query, axis=0))
-            b_token = tl.load(p_k + i_t * (Hk * K) + o_k).to(p_ring_k.dtype.element_ty).to(tl.float32)
-            b_a, b_b, b_norm = _channel_dots(
-                p_ring_k, p_k, p_ring_g, p_g, i_row, i_last, i_n, Hk * K, H * K, b_token, b_query, o_k, o_l,
-                K, NORM, ISA,
-            )  # fmt: skip
+                b_norm = inverse_norm(tl.where(m_last, total(b_token * b_token), b_norm))
+                b_scale = SCALE * inverse_norm(total(b_query * b_query))
+            else:
+                b_norm = tl.full([LP], 1.0, tl.float32)
+            b_a = (b_a * b_norm)[:, None]
+            b_b = (b_b * b_norm)[:, None]
         else:
-            # the query stands behind the keys as one more row: a batch row that reads has at most L − 1 of them
+            # a batch row that reads has at most L − 1 keys, so there is room for its query
             m_q = o_l == i_row + i_n
-            b_q = tl.load(
-                p_q + i_t * (Hk * K) + o_k[None, :] + tl.zeros([LP, 1], tl.int32), mask=m_q[:, None], other=0.0
-            )
-            b_kq = tl.where(m_q[:, None], b_q.to(b_k.dtype), b_k)
-            b_dots = dot_raw(b_kq, tl.trans(b_kq), ISA)
+            b_k = load_keys(p_ring_k, p_k, p_q + i_t * (Hk * K), i_row, i_n, Hk * K, o_l, K)
+            b_dots = dot_raw(b_k, tl.trans(b_k), ISA)
             b_norm = tl.full([LP], 1.0, tl.float32)
             if NORM:
                 b_norm = inverse_norm(tl.sum(tl.where(o_l[:, None] == o_l[None, :], b_dots, 0.0), axis=1))
             b_scale = tl.sum(tl.where(m_q, b_norm, 0.0), axis=0) * SCALE
-            b_gs = tl.where(o_l <= i_last, load_scalars(p_ring_g, p_g, i_row, H, H, o_l, i_n), 0.0)
-            b_next = load_scalars(p_ring_g + H, p_g, i_row - 1, H, H, o_l, i_n)
-            b_after = exp(tl.cumsum(tl.where(o_l < i_last, b_next, 0.0), axis=0, reverse=True)) * b_norm
+            b_gs = load_scalars(p_ring_g, p_g, i_row, H, H, o_l, o_g, i_n)
+            b_gs = tl.where((o_l <= i_last)[:, None], b_gs, 0.0)
+            b_next = load_scalars(p_ring_g + H, p_g, i_row - 1, H, H, o_l, o_g, i_n)
+            b_next = tl.where((o_l < i_last)[:, None], b_next, 0.0)
+            b_after = exp(tl.cumsum(b_next, axis=0, reverse=True)) * _column(b_norm)
             # the products are symmetric: a column is a row
-            b_a = tl.sum(tl.where((o_l == i_last)[None, :], b_dots, 0.0), axis=1) * b_after
-            b_b = tl.sum(tl.where(m_q[None, :], b_dots, 0.0), axis=1) * b_after
-        b_step = tl.sum(tl.where(o_l == i_last, b_norm * b_beta, 0.0), axis=0)  # β_t times the norm of k_t
-        b_a = tl.where(o_l < i_last, b_a * b_step, 0.0)
+            b_a = _column(tl.sum(tl.where(m_last[None, :], b_dots, 0.0), axis=1)) * b_after
+            b_b = _column(tl.sum(tl.where(m_q[None, :], b_dots, 0.0), axis=1)) * b_after
+        b_beta = tl.load(p_beta + i_t * H + o_g).to(tl.float32)[None, :]
+        b_a *= tl.sum(tl.where(m_last, b_norm, 0.0), axis=0) * b_beta
+        b_a = tl.where((o_l < i_last)[:, None], b_a, 0.0)
         # one step of the forward substitution: row t of M is β_t e_t − A[t, :]·M
-        b_new = tl.where(o_l == i_last, b_beta, 0.0) - tl.sum(b_a[:, None] * b_m, axis=0)
-        b_m = tl.where((o_l == i_last)[:, None], b_new[None, :], b_m)
-        m_l = o_l < tl.where(m_t, L, 0)
-        tl.store(p_mix + i_last * L + o_l, b_new, mask=m_l)
+        b_new = tl.where(m_last[:, None], b_beta, 0.0) - tl.sum(tl.trans(b_a)[None, :, :] * b_m, axis=2)
+        m_l = (o_l < tl.where(m_t, L, 0))[:, None]
+        tl.store(p_mix + i_last * L + o_l[:, None] + (o_g * (L * L))[None, :], b_new, mask=m_l)
         i_head = (i_b * T + i_t) * H + i_h
+        o_c = o_l[:, None] + (o_g * L)[None, :]
         if i_used > 0:
-            b_b = tl.where(o_l <= i_last, b_b * b_scale, 0.0)
-            b_c = tl.sum(b_b[:, None] * b_m, axis=0)
-            tl.store(p_c + i_head * L + o_l, b_c, mask=m_l)
-            b_cx = tl.sum(tl.where(o_l[:, None] == o_l[None, :], b_c[None, :], 0.0), axis=1) * b_norm
+            b_b = tl.where((o_l <= i_last)[:, None], b_b * b_scale, 0.0)
+            b_c = tl.sum(tl.trans(b_b)[None, :, :] * b_m, axis=2)
+            b_c += tl.sum(tl.where(m_last[:, None], b_b, 0.0), axis=0)[None, :] * b_new
+            tl.store(p_c + i_head * L + o_c, b_c, mask=m_l)
+            b_cx = b_c * _column(b_norm)
             if CHANNEL:
-                b_theta = _channel_theta(
-                    p_ring_k, p_k, p_ring_g, p_g, i_row, i_last, i_n, Hk * K, H * K, b_cx, b_query * b_scale,
-                    o_k, o_l, K, ISA,
-                )  # fmt: skip
+                b_cx = tl.reshape(b_cx, [LP])
+                b_last = b_query * b_scale - b_token * tl.sum(tl.where(m_last, b_cx, 0.0), axis=0)
+                b_theta = channel_theta(
+                    p_ring_k, p_k, p_ring_g, p_g, i_row, i_last, b_cx, b_last, b_own, o_k, Hk * K, H * K, T, ISA
+                )
+                b_theta = tl.reshape(b_theta, [1, K])
             else:
+                # the keys again, from the nearest cache: they would have taken 32 registers all the while
+                b_k = load_keys(p_ring_k, p_k, p_q + i_t * (Hk * K), i_row, i_n, Hk * K, o_l, K)
                 b_from = exp(tl.cumsum(b_gs, axis=0))  # of the query's row, whose log-decay is zero, e^G_t
-                b_theta = weighted_rows(b_kq, b_from * tl.where(m_q, b_scale, -b_cx), ISA)
-            p_to = p_theta + i_head * K
-            b_factor = _store_theta(b_theta, p_to, p_columns + i_h * K, K, BALANCED, ROTATE, HALF, ISA)
-            tl.store(p_gain + i_head, b_factor, mask=m_t)
+                b_theta = weighted_sums(b_k, b_from * tl.where(m_q[:, None], b_scale, -b_cx), ISA)
+            b_factor = _store_theta(b_theta, p_theta + i_head * K, p_columns + i_h * K, K, BALANCED, ROTATE, HALF, ISA)
+            tl.store(p_gain + i_head + o_g, b_factor, mask=o_g < tl.where(m_t, PER, 0))
         elif CHANNEL:
             tl.store(p_top + i_b * H + i_h, 0)
-            tl.store(p_c + i_head * L + o_l, b_norm, mask=m_l)
-            tl.store(p_start + (i_b * H + i_h) * L + o_l, b_norm, mask=m_l)
+            tl.store(p_c + i_head * L + o_l, b_norm, mask=o_l < tl.where(m_t, L, 0))
+            tl.store(p_start + (i_b * H + i_h) * L + o_l, b_norm, mask=o_l < tl.where(m_t, L, 0))
         else:
-            tl.store(p_top + i_b * H + i_h, 0)
-            tl.store(p_c + i_head * L + o_l, b_after, mask=m_l)
-            tl.store(p_start + (i_b * H + i_h) * L + o_l, exp(tl.cumsum(b_gs, axis=0)) * b_norm, mask=m_l)
-            tl.store(p_gain + i_head, exp(tl.sum(b_gs, axis=0)))
+            tl.store(p_top + i_b * H + i_h + o_g, tl.zeros([PER], tl.int32))
+            tl.store(p_c + i_head * L + o_c, b_after, mask=m_l)
+            tl.store(p_start + (i_b * H + i_h) * L + o_c, exp(tl.cumsum(b_gs, axis=0)) * _column(b_norm), mask=m_l)
+            tl.store(p_gain + i_head + o_g, exp(tl.sum(b_gs, axis=0)))
+        if T > 1:
+            b_m = tl.where(m_last[None, None, :], b_new[:, :, None], b_m)
