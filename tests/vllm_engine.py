@@ -1,6 +1,5 @@
 """Engines of vLLM on a CPU for tests, and what is done with them. Importing this skips where vLLM is missing."""
 
-import gc
 import os
 import sys
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed here; `make test-vllm`
 import torch
 import vllm.model_executor.models.registry as registry
 from vllm import LLM
+from vllm.distributed import cleanup_dist_env_and_memory
 
 from quantize_state.integrations.vllm.forcing import Forced, forced_logits
 from quantize_state.integrations.vllm.layer import ReadCopy
@@ -67,7 +67,7 @@ def engine(path, policy, dtype="float32", **given):
         activate(None)
         llm.llm_engine.engine_core.shutdown()
         del llm
-        gc.collect()
+        cleanup_dist_env_and_memory()  # vLLM keeps its groups, and a model with experts then misses its own
 
 
 def layers_of(llm):
