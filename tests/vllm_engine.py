@@ -60,14 +60,17 @@ def engine(path, policy, dtype="float32", **given):
         "logits_processors": [Forced],
         "disable_log_stats": True,
     }
-    llm = LLM(**options | given)
+    llm = None
     try:
+        llm = LLM(**options | given)
         yield llm
     finally:
         activate(None)
-        llm.llm_engine.engine_core.shutdown()
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
         del llm
-        cleanup_dist_env_and_memory()  # vLLM keeps its groups, and a model with experts then misses its own
+        # of engines that were refused, too: vLLM keeps its groups, and a model with experts then misses its own
+        cleanup_dist_env_and_memory()
 
 
 def layers_of(llm):
