@@ -6,6 +6,7 @@ import re
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
 
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,10 +56,16 @@ def test_theta_in_float16(format, queries):
 def test_a_single_query_of_eight_bits(format, monkeypatch):
     """As a GPU takes it; the interpreter by itself takes single queries by the other kernel."""
     kernel = importlib.import_module("quantize_state.kernels.readout.triton")
-    assert kernel.single_by_products(format, 90) and not kernel.single_by_products("nvfp4", 90)
+    case = read_case(format, queries=1)
+    source = case[0].read_source
+    assert kernel.single_by_products(source, 90) and not kernel.single_by_products(source, 0)
+    assert not kernel.single_by_products(read_case("nvfp4", queries=1)[0].read_source, 90)
+    odd = torch.zeros(3, source.codes[0].numel() + 4, dtype=torch.uint8).view(source.codes.dtype)
+    odd = odd[:, : source.codes[0].numel()].unflatten(1, source.codes.shape[1:])
+    assert not kernel.single_by_products(replace(source, codes=odd), 90), "slots that are no whole words"
     monkeypatch.setattr(kernel, "single_by_products", lambda *_: True)
     monkeypatch.setattr(kernel, "readout_kernel", None)
-    check(read_case(format, queries=1), FP32)
+    check(case, FP32)
 
 
 def test_more_queries_than_a_product_has_columns():

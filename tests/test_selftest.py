@@ -58,6 +58,7 @@ def test_it_covers_families_formats_and_says_what_it_skips(monkeypatch, capsys):
     long = [n for n in names if n.startswith("endurance 10,000 tokens")]
     assert len(long) == 6 and not [i for i in selftest._items(CPU, quick=True) if i.group == "endurance"]
     assert sum(n.endswith("standard and back") for n in names) == 6
+    assert sum(n.endswith("float32 inputs") for n in names) == 6
 
 
 def test_the_json_has_versions_and_every_outcome(monkeypatch, capsys):
@@ -158,6 +159,12 @@ def test_endurance_finds_a_decay_that_is_off_in_its_last_bits(family, monkeypatc
 
     assert not failing(1.0)
     assert "state after 320 tokens" in failing(1 + 2.0**-22)
+
+
+@pytest.mark.parametrize("family", selftest.SMALL)
+def test_a_step_with_float32_inputs(family):
+    found = checks.check_replay(selftest.SMALL[family], StatePolicy(read="nvfp4", window=4), CPU, dtype=torch.float32)
+    assert all(c.passed for c in found), found
 
 
 @pytest.mark.parametrize("family", selftest.SMALL)

@@ -34,7 +34,7 @@ def kernel_views(state: EncodedState, *, words: bool = False) -> KernelViews:
     codes = raw_view(state.codes)
     if words:
         width = codes.element_size()
-        if any(n * width % 8 for n in (codes.stride(0), codes.storage_offset(), codes.shape[-1])):
+        if not has_words(state):
             raise InvalidValueError(
                 f"codes with slot stride {width * codes.stride(0)} bytes are not whole 8-byte words; "
                 "pad slots to 8 bytes"
@@ -52,6 +52,12 @@ def kernel_views(state: EncodedState, *, words: bool = False) -> KernelViews:
         slot_stride(codes, "codes"),
         *(strides.get(name, 0) for name in ("row", "block", "global")),
     )
+
+
+def has_words(state: EncodedState) -> bool:
+    """Whether codes of every row of every slot are whole aligned words of eight bytes."""
+    t = state.codes
+    return not any(n * t.element_size() % 8 for n in (t.stride(0), t.storage_offset(), t.shape[-1]))
 
 
 def raw_view(t: Tensor) -> Tensor:

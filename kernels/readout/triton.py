@@ -16,7 +16,7 @@ from ..device.dot import weighted_rows
 from ..device.fp4 import UNIT_CONVERTED, UNIT_MOVED, block_pairs, pairs_dot
 from ..device.targets import tl, triton
 from ..device.tile import load_block_scales, load_e2m1, load_plain
-from ..device.views import kernel_views, slot_stride
+from ..device.views import has_words, kernel_views, slot_stride
 from ..launch import find_launch, isa_of, run
 from .many import readout_many_kernel
 
@@ -122,10 +122,11 @@ def readout_kernel(
     tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_y)
 
 
-def single_by_products(format: str, isa: int) -> bool:
-    """Whether single queries of ``format``, too, take the tensor cores' kernel, which decodes two codes at a time: FP8
-    of 256 rows of Nemotron-3-Super takes 106 µs on an H200, and 186 by the kernel above (2026-11-30)."""
-    return isa >= 90 and format in ("fp8_e4m3", "mxfp8", "int8")
+def single_by_products(source: EncodedState, isa: int) -> bool:
+    """Whether single queries of ``source``, too, take the tensor cores' kernel, which decodes two codes at a time and
+    wants them in words. A step without a flush of FP8 and 256 rows of Nemotron-3-Super takes 111 µs on an H200, and
+    189 by the kernel above (2026-11-30); the other 8-bit formats have not been timed."""
+    return isa >= 90 and source.format in ("fp8_e4m3", "mxfp8", "int8") and has_words(source)
 
 
 def readout(
@@ -158,7 +159,7 @@ def readout(
     half = theta.element_size() == 2
     isa = isa_of(out.device)
     x, d = skip if skip is not None else (out, gain)
-    products = queries > 1 or single_by_products(source.format, isa)
+    products = queries > 1 or single_by_products(source, isa)
     views = kernel_views(source, words=half or products)
     if products:
         op = "readout_many" if queries > 1 else "readout"
