@@ -352,14 +352,17 @@ def _arm(name: str, setup: Setup, measured: Measured, handle: Any, *, byte_level
     policies = {layer: "untouched" if own is None else own.name for layer, own in handle.policies.items()}
     if isinstance(policy, Injected):
         policies = dict.fromkeys(policies, name)
+    record = _record(policy, name)
     return Arm(
         name=name,
-        policy=_record(policy, name),
+        policy=record,
         kl=evidence.kl,
         top1_agreement=evidence.top1_agreement,
         ppl=evidence.ppl,
         bytes_per_element=BytesPerElement(measured.resident, measured.moved),
-        layers=measured.layers.result({layer.name: layer.family for layer in handle.layers}, policies),
+        layers=measured.layers.result(
+            {layer.name: layer.family for layer in handle.layers}, policies, 1 if record is None else record.window
+        ),
         seconds=measured.seconds,
         weights=setup.weights,
         kl_to_weights=None if measured.added.empty else measured.added.result().kl,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .result import Exponent
+from .result import ErrorBucket, ErrorPoint, Exponent, Exponents
 
 
 def fit_exponent(points: Sequence[tuple[float, float | None]]) -> Exponent | None:
@@ -26,3 +26,12 @@ def fit_exponent(points: Sequence[tuple[float, float | None]]) -> Exponent | Non
     slope = float(((x - x.mean()) * (y - y.mean())).sum()) / spread
     residual = y - y.mean() - slope * (x - x.mean())
     return Exponent(slope, math.sqrt(float((residual**2).sum()) / (len(points) - 2) / spread), len(points))
+
+
+def layer_exponents(outputs: Sequence[ErrorBucket], states: Sequence[ErrorPoint], window: int) -> Exponents:
+    """Exponents of a layer's errors from ``window`` on, where the first read copy or rounded state is used: before, errors
+    are those of FP32's last bits, and no growth."""
+    return Exponents(
+        state=fit_exponent([(p.position, p.error) for p in states if p.position >= window]),
+        output=fit_exponent([(b.middle, b.error) for b in outputs if b.start >= window]),
+    )

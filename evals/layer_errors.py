@@ -14,8 +14,8 @@ from torch import Tensor
 from ..quant.errors import InvalidValueError
 from .bootstrap import Floats
 from .buckets import doubling_edges
-from .growth import fit_exponent
-from .result import ErrorBucket, ErrorPoint, Exponents, Layer
+from .growth import layer_exponents
+from .result import ErrorBucket, ErrorPoint, Layer
 
 
 class LayerErrorMeter:
@@ -69,8 +69,9 @@ class LayerErrorMeter:
         """``add_sums`` of another meter."""
         self.add_sums(other.sums())
 
-    def result(self, families: Mapping[str, str], policies: Mapping[str, str]) -> list[Layer]:
-        """One Layer per layer updated, in that order; ``families`` and ``policies`` name each layer's."""
+    def result(self, families: Mapping[str, str], policies: Mapping[str, str], window: int = 1) -> list[Layer]:
+        """One Layer per layer updated, in that order; ``families`` and ``policies`` name each layer's, ``window`` is
+        the arm's, where that is longer than the run's."""
         ends = dict(doubling_edges(self._stop, self._first_bucket))
         layers = []
         for name in dict.fromkeys([*self._output, *self._state]):
@@ -78,10 +79,6 @@ class LayerErrorMeter:
             state = {at: _numbers(s) for at, s in sorted(self._state.get(name, {}).items())}
             outputs = [ErrorBucket(low, ends[low], _relative(s)) for low, s in output.items()]
             states = [ErrorPoint(at, _relative(s)) for at, s in state.items()]
-            exponents = Exponents(
-                state=fit_exponent([(p.position, p.error) for p in states if p.position >= self._window]),
-                output=fit_exponent([(b.middle, b.error) for b in outputs if b.start >= self._window]),
-            )
             total = np.sum(list(output.values()), axis=0) if output else None
             layers.append(
                 Layer(
@@ -92,7 +89,7 @@ class LayerErrorMeter:
                     state_error=states[-1].error if states else None,
                     output_error_by_position=outputs,
                     state_error_by_position=states,
-                    exponents=exponents,
+                    exponents=layer_exponents(outputs, states, max(window, self._window)),
                 )
             )
         return layers

@@ -15,8 +15,9 @@ from torch.nn.functional import cross_entropy
 
 from quantize_state.evals.bootstrap import block_length, detrended, interval_of_mean
 from quantize_state.evals.buckets import doubling_edges
-from quantize_state.evals.growth import fit_exponent
+from quantize_state.evals.growth import fit_exponent, layer_exponents
 from quantize_state.evals.metrics import KLMeter, LayerErrorMeter
+from quantize_state.evals.result import ErrorBucket, ErrorPoint
 from quantize_state.quant.errors import InvalidValueError
 
 
@@ -357,3 +358,13 @@ def test_an_error_against_zero_or_nan_is_unknown_not_a_number():
     meter.update_state("b", 1, torch.full((1, 1, 2, 2), math.nan), torch.ones(1, 1, 2, 2))
     meter.update_state("c", 1, torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 2))
     assert [layer.state_error for layer in meter.result({}, {})] == [None, None, 0.0]
+
+
+def test_growth_is_looked_for_from_the_arms_own_window_on() -> None:
+    outputs = [ErrorBucket(n, 2 * n, 1e-7 if n < 64 else 0.01) for n in (16, 32, 64, 128, 256, 512)]
+    states = [ErrorPoint(n, 1e-7 if n < 64 else 0.02) for n in (16, 64, 128, 256)]
+    found = layer_exponents(outputs, states, 64)
+    assert found.output is not None and found.state is not None
+    assert abs(found.output.value) < 1e-9 > abs(found.state.value)
+    blurred = layer_exponents(outputs, states, 16)
+    assert blurred.output is not None and blurred.output.value > 1

@@ -26,6 +26,7 @@ def scan_against_step(model: str, tokens: int, arm: str, step_tokens: int | None
     from ...adapters import attach
     from ...quant.policy import parse_arm
     from .. import provenance
+    from ..attention import bounded_attention
     from ..models import load_model
     from ..rollout import Rollout, chunks
     from ..text import load_text, tokenise
@@ -36,16 +37,19 @@ def scan_against_step(model: str, tokens: int, arm: str, step_tokens: int | None
     loaded = load_model(model)
     ids = torch.tensor(tokenise(loaded.tokenizer, load_text("pydoc").text, tokens + 1), device=loaded.model.device)
     seconds = {}
-    with attach(loaded.model, parse_arm(arm), path="replay") as handle:
+    on_gpu = loaded.model.device.type == "cuda"
+    with bounded_attention(loaded.model), attach(loaded.model, parse_arm(arm), path="replay") as handle:
         for engine, count in (("scan", tokens), ("step", step_tokens)):
-            Rollout(handle, parse_arm(arm), engine).advance(ids[:, :64])  # warm up
-            rollout = Rollout(handle, parse_arm(arm), engine)
-            began = time.perf_counter()
-            for _, inputs, _ in chunks(ids[:, : count + 1]):
-                rollout.advance(inputs)
-            if loaded.model.device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds[engine] = time.perf_counter() - began
+            # not timed: on a GPU kernels compile, some for the longest chunks alone
+            warm = count if on_gpu and engine == "scan" else min(count, 64)
+            for warming in (True, False):
+                rollout = Rollout(handle, parse_arm(arm), engine)
+                began = time.perf_counter()
+                for _, inputs, _ in chunks(ids[:, : (warm if warming else count) + 1]):
+                    rollout.advance(inputs)
+                if on_gpu:
+                    torch.cuda.synchronize()
+                seconds[engine] = time.perf_counter() - began
     scan, step = seconds["scan"] / tokens, seconds["step"] / step_tokens
     return {
         "model": model,

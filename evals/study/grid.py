@@ -59,10 +59,11 @@ def arms(group: str, *, full: bool = False) -> dict[str, Any]:
     if group == "balanced":
         # Column scales with what rounds after them; evaluate measures the scales, on a text that is not evaluated.
         rules, turns = ("", "-four_over_six", "-mse"), ("", "-hadamard16", "-hadamard")
-        best = "nvfp4{}-four_over_six-balanced-hadamard"
-        more = ["mxfp4-balanced-hadamard", "fp8-balanced-hadamard", "int8-balanced-hadamard"]
-        suffixes = [f"nvfp4{rule}-balanced{turn}" for rule in rules for turn in turns] + more
-        return _named(f"decoupled-{s}" for s in [*suffixes, *(best.format(f"-w{w}") for w in WINDOWS)])
+        tails = [f"nvfp4{{}}{rule}-balanced{turn}" for rule in rules for turn in turns]
+        tails += [f"{f}{{}}-balanced-hadamard" for f in ("mxfp4", "fp8", "int8")]
+        windowed = tails if full else ["nvfp4{}-mse-balanced-hadamard"]
+        suffixes = [t.format("") for t in tails] + [t.format(f"-w{w}") for t in windowed for w in WINDOWS]
+        return _named(f"decoupled-{s}" for s in suffixes)
     assert group == "controls", group
     return _controls()
 

@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 from ...quant.errors import InvalidValueError
 from .. import formatting as f
 from ..compare import why_not_paired
+from ..growth import layer_exponents
 from ..records import dump, load, write_atomic
 from ..report import markdown_text
 from ..result import Arm, Exponent, Result
@@ -52,7 +53,7 @@ class Law:
 
 def collect(folder: Path) -> Result:
     """The groups' results in a study's folder as one; raises InvalidValueError where there are none, or no pairs."""
-    results = [Result.read(path) for path in sorted(folder.glob("*/result.json"))]
+    results = [_own_windows(Result.read(path)) for path in sorted(folder.glob("*/result.json"))]
     if not results:
         raise InvalidValueError(f"no group of {folder} is finished")
     for other in results[1:]:
@@ -63,12 +64,25 @@ def collect(folder: Path) -> Result:
     return replace(results[0], arms=list(arms.values()))
 
 
+def _own_windows(result: Result) -> Result:
+    """With each layer's exponents from the arm's own window on; runs before 2026-12 had them from their default's."""
+    arms = []
+    for arm in result.arms:
+        window = max(result.provenance.window or 1, arm.policy.window if arm.policy else 1)
+        layers = [
+            replace(x, exponents=layer_exponents(x.output_error_by_position, x.state_error_by_position, window))
+            for x in arm.layers
+        ]
+        arms.append(replace(arm, layers=layers))
+    return replace(result, arms=arms)
+
+
 def write_summary(folder: Path) -> list[Path]:
     """study.md and study.html in a study's folder; returns their paths. They are made anew each time."""
     result = collect(folder)
     law = Law.read(folder / "law.json") if (folder / "law.json").exists() else None
     lines = [
-        f"# Study of {result.model.name}, {f.number(result.text.tokens)} tokens, {result.text.protocol}",
+        f"# Study of {result.model.name}, {_length(result)} tokens, {result.text.protocol}",
         "",
         *(f"- {sentence}" for sentence in findings(result, law)),
         "",
@@ -86,6 +100,11 @@ def write_summary(folder: Path) -> list[Path]:
     write_atomic(written[0], "\n".join(lines), overwrite=True)
     write_atomic(written[1], _page(result, law), overwrite=True)
     return written
+
+
+def _length(result: Result) -> str:
+    tokens, sequences = result.text.tokens, result.text.sequences
+    return f.number(tokens) if sequences == 1 else f"{sequences} × {f.number(tokens)}"
 
 
 def rows(result: Result) -> list[list[str]]:
@@ -128,9 +147,14 @@ def findings(result: Result, law: Law | None) -> list[str]:
         small = [
             a for a in result.arms if not a.overflows and a.policy and 4 < a.bytes_per_element.resident <= 4 + FOUR_BITS
         ]
-        small = [a for a in small if a.policy and a.policy.window == plain.policy.window and a is not plain]  # type: ignore[union-attr]
-        for what, kind in (("4-bit read format", "decoupled"), ("4-bit control, no format yet,", "other")):
-            if of_kind := [a for a in small if kind_of(a) == kind]:
+        same = [a for a in small if a.policy and a.policy.window == plain.policy.window and a is not plain]  # type: ignore[union-attr]
+        others = [a for a in small if a not in same and a is not plain]
+        for what, kind, among in (
+            ("4-bit read format", "decoupled", same),
+            ("4-bit read format with another window", "decoupled", others),
+            ("4-bit control, no format yet,", "other", same),
+        ):
+            if of_kind := [a for a in among if kind_of(a) == kind]:
                 best = min(of_kind, key=lambda a: a.kl.mean)
                 share = best.kl.mean / plain.kl.mean
                 told.append(
