@@ -59,7 +59,7 @@ def scan_against_step(model: str, tokens: int, arm: str, step_tokens: int | None
         "scan_seconds_per_token": scan,
         "step_seconds_per_token": step,
         "ratio": step / scan,
-        "device": provenance.processor(),
+        "device": torch.cuda.get_device_name() if on_gpu else provenance.processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "command": provenance.command_line(),
