@@ -71,6 +71,8 @@ def _own_windows(result: Result) -> Result:
         window = max(result.provenance.window or 1, arm.policy.window if arm.policy else 1)
         layers = [
             replace(x, exponents=layer_exponents(x.output_error_by_position, x.state_error_by_position, window))
+            if x.output_error_by_position  # some results are kept without their curves
+            else x
             for x in arm.layers
         ]
         arms.append(replace(arm, layers=layers))
