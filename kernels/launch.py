@@ -58,7 +58,7 @@ TABLE: tuple[Entry, ...] = (
     Entry(Launch(rows=32, columns=32, warps=1, stages=3, programs=132 * 8), "fold", "gdn", isa=90),
     Entry(Launch(rows=64, columns=32, warps=4, programs=132 * 3), "fold", "kda"),
     Entry(Launch(rows=32, columns=32, warps=2, programs=132 * 8), "fold"),
-    Entry(Launch(rows=8, warps=1, programs=132 * 32), "renew"),
+    Entry(Launch(rows=128, warps=1, programs=132 * 32), "renew"),
     Entry(Launch(warps=1), "window"),
     Entry(Launch(warps=4), "plan"),
     # one warp: with several, a key goes through shared memory and its norm through barriers, 28 of them; nothing that

@@ -46,8 +46,8 @@ def _execute(opcode, operands, registers, widths):
         else:
             names = re.findall(r"\w+", sources[0])
             registers[target] = sum(registers[name] << (widths[name] * i) for i, name in enumerate(names))
-    elif opcode == "prmt.b32":  # $d, $a, 0, selector
-        table = values[0] & 0xFFFFFFFF  # bytes 4 to 7 are of the second operand, zero
+    elif opcode == "prmt.b32":  # d, a, b, selector: bytes 4 to 7 are those of b, a register or zero
+        table = sum((v & 0xFFFFFFFF) << (32 * i) for i, v in enumerate(values))
         chosen = [table >> (8 * (int(sources[2], 0) >> (4 * i) & 7)) & 0xFF for i in range(4)]
         registers[target] = sum(byte << (8 * i) for i, byte in enumerate(chosen))
     elif opcode == "cvt.rn.f16x2.e2m1x2":

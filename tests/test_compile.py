@@ -156,10 +156,16 @@ def half_words(values):
     return struct.unpack("<4Q", struct.pack("<16e", *values))
 
 
-def test_the_inline_ptx_encodes_four_pairs():
+def test_the_inline_ptx_encodes_eight_numbers():
     from quantize_state.kernels.device import codec
 
-    even, odd = [0.0, -0.5, 1.0, 6.0], [-1.5, 2.0, -3.0, 4.0]
-    (word,) = run_ptx(codec.E2M1_PTX.value, 1, [*even, *odd])
-    for i in range(4):
-        assert (e2m1(word >> (8 * i) & 15), e2m1(word >> (8 * i + 4) & 15)) == (even[i], odd[i])
+    numbers = [0.0, -1.5, -0.5, 2.0, 1.0, -3.0, 6.0, 4.0]
+    (word,) = run_ptx(codec.E2M1_PTX.value, 1, numbers)
+    assert [e2m1(word >> (4 * i) & 15) for i in range(8)] == numbers
+
+
+def test_the_inline_ptx_takes_the_lowest_bytes():
+    from quantize_state.kernels.device import codec
+
+    (word,) = run_ptx(codec.BYTES_PTX.value, 1, [0xAAAAAA01, 0xBBBBBB72, 0xCCCCCC33, 0xDDDDDDF4])
+    assert word == 0xF4337201

@@ -4,6 +4,7 @@ import os
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
 
+import numpy as np
 import pytest
 import torch
 
@@ -129,3 +130,38 @@ def test_rotated(format, rotation):
     x = torch.randn(2, 16, 128, generator=torch.Generator().manual_seed(3))
     assert not torch.equal(rotate(x, rotation), x)
     check(x, format, "amax", rotation)
+
+
+def exact_fma(a, b, c):
+    """a·b + c of float32, rounded once: to odd in float64, which float32 rounding does not notice."""
+    a, b, c = (np.asarray(t, np.float64) for t in (a, b, c))
+    product = a * b
+    total = product + c
+    part = total - product
+    error = (product - (total - part)) + (c - part)
+    even = (total.view(np.int64) & 1) == 0
+    moved = np.nextafter(total, np.copysign(np.inf, error))
+    return torch.from_numpy(np.where((error != 0) & even, moved, total).astype(np.float32))
+
+
+@pytest.mark.parametrize("off", [-1, 0, 1])
+def test_division_by_a_reciprocal(monkeypatch, off):
+    """What runs on a GPU where the interpreter divides, with exact fused arithmetic in Triton's place: quotients at and
+    beside every tie, of blocks whose multipliers are as small and as large as they come; a reciprocal that the hardware
+    has one unit off is as good."""
+    monkeypatch.setattr(tl, "fma", exact_fma)
+    monkeypatch.setattr(
+        tl,
+        "inline_asm_elementwise",
+        lambda _ptx, _constraints, arguments, *_: ((1 / arguments[0]).view(torch.int32) + off).view(torch.float32),
+    )
+    rng = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-71, 120, (4096, 1), generator=rng)
+    multiplier = torch.ldexp(1 + torch.rand(4096, 1, generator=rng), exponents)
+    values = probe.grid_values(E2M1)
+    near = probe.with_neighbours(torch.cat([values[1:], (values[1:] + values[:-1]) / 2]))
+    quotients = torch.cat([near, -near, torch.randn(8, generator=rng), torch.tensor([0.0, -0.0])])
+    x = multiplier * quotients
+    multiplier = multiplier.expand_as(x).contiguous()
+    found = codec.divided(x, multiplier, codec.reciprocal(multiplier, 90), 90)
+    assert torch.equal(probe.as_bytes(found), probe.as_bytes(x / multiplier))

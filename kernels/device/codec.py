@@ -6,6 +6,8 @@ an error. Divisions are IEEE divisions. Callers compile with ``enable_fp_fusion=
 four_over_six and mse are rounded before they are added.
 """
 
+# Tuples of tensors grow in loops that Triton unrolls.
+# mypy: disable-error-code="assignment, misc"
 from __future__ import annotations
 
 from .targets import tl, triton
@@ -13,11 +15,15 @@ from .targets import tl, triton
 EXPONENT = tl.constexpr(0x7F800000)
 SMALLEST = tl.constexpr(2.0**-126)
 LARGEST = tl.constexpr(3.4028234663852886e38 * (1 - 2.0**-20))  # quant/scales.py's
+RECIPROCAL_PTX = tl.constexpr("rcp.approx.ftz.f32 $0, $1;")
 E2M1_PTX = tl.constexpr(
     "{ .reg .b8 b<4>;"
-    " cvt.rn.satfinite.e2m1x2.f32 b0, $5, $1; cvt.rn.satfinite.e2m1x2.f32 b1, $6, $2;"
-    " cvt.rn.satfinite.e2m1x2.f32 b2, $7, $3; cvt.rn.satfinite.e2m1x2.f32 b3, $8, $4;"
+    " cvt.rn.satfinite.e2m1x2.f32 b0, $2, $1; cvt.rn.satfinite.e2m1x2.f32 b1, $4, $3;"
+    " cvt.rn.satfinite.e2m1x2.f32 b2, $6, $5; cvt.rn.satfinite.e2m1x2.f32 b3, $8, $7;"
     " mov.b32 $0, {b0, b1, b2, b3}; }"
+)
+BYTES_PTX = tl.constexpr(
+    "{ .reg .b32 l, h; prmt.b32 l, $1, $2, 0x0040; prmt.b32 h, $3, $4, 0x0040; prmt.b32 $0, l, h, 0x5410; }"
 )
 
 
@@ -125,20 +131,47 @@ def over_blocks(b_s, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def quotient(b_x, b_multiplier, BLOCK: tl.constexpr, ISA: tl.constexpr):
-    """b_x [R, K] over its blocks' multipliers [R, K / BLOCK], rounded as a division, by one division per block.
+def negative(b_x):
+    """−x, which costs nothing in a fused multiply-add. Triton's own minus is 0 − x: an addition, and 0 for x = 0."""
+    return b_x * -1.0
 
-    Markstein: from the rounded reciprocal, one correction by the exact residual gives the rounded quotient. No residual
-    may be lost below 2**-149, so where multipliers are tiny, both sides are scaled by a power of two first. The
-    interpreter's fused multiply-add rounds twice; it, and plain Triton, divide.
+
+@triton.jit
+def reciprocal(b_m, ISA: tl.constexpr):
+    """1 / m, rounded correctly for m from 2**-126 to 2**126: what ``rcp.rn`` does there, without its other cases. For
+    ``divided``; plain Triton needs none."""
+    if ISA >= 90:
+        b_r = tl.inline_asm_elementwise(RECIPROCAL_PTX, "=f,f", [b_m], tl.float32, True, 1)
+        return tl.fma(b_r, tl.fma(negative(b_m), b_r, 1.0), b_r)
+    else:
+        return b_m
+
+
+@triton.jit
+def divided(b_x, b_m, b_inverse, ISA: tl.constexpr):
+    """x / m, rounded as a division, from the rounded reciprocal of m, which is at least 2**-71.
+
+    Markstein: one correction by the exact residual gives the rounded quotient. The residual is a multiple of 2**-46·m
+    times the quotient's binade, so it is exact for quotients from 2**-32 on, which makes it at least 2**-149; no format
+    here tells smaller ones from each other. Zeros keep their sign. The interpreter's fused multiply-add rounds twice;
+    it, and plain Triton, divide.
     """
+    if ISA >= 90:
+        b_q = b_x * b_inverse
+        return tl.fma(negative(tl.fma(b_q, b_m, negative(b_x))), b_inverse, b_q)
+    else:
+        return tl.div_rn(b_x, b_m)
+
+
+@triton.jit
+def quotient(b_x, b_multiplier, BLOCK: tl.constexpr, ISA: tl.constexpr):
+    """b_x [R, K] over its blocks' multipliers [R, K / BLOCK], rounded as a division, by one division per block. Where
+    multipliers are tiny, both sides are scaled by a power of two first (see ``divided``)."""
     if ISA >= 90:
         b_power = tl.where(b_multiplier < 2.0**-64, 2.0**64, 1.0)
         b_m = b_multiplier * b_power
-        b_inverse = over_blocks(tl.div_rn(tl.full(b_m.shape, 1.0, tl.float32), b_m), BLOCK)
         b_x = b_x * over_blocks(b_power, BLOCK)
-        b_q = b_x * b_inverse
-        return tl.fma(tl.fma(-b_q, over_blocks(b_m, BLOCK), b_x), b_inverse, b_q)
+        return divided(b_x, over_blocks(b_m, BLOCK), over_blocks(reciprocal(b_m, ISA), BLOCK), ISA)
     else:
         return tl.div_rn(b_x, over_blocks(b_multiplier, BLOCK))
 
@@ -169,11 +202,12 @@ def _e4m3_round(b_raw, UNCLIPPED: tl.constexpr):
 
 @triton.jit
 def _fitting_error(b_a, b_multiplier, ISA: tl.constexpr):
-    """Σ(v − round(v))² over blocks of 16, v = a / multiplier, as [R, N]. The order of the sum decides bits:
-    element i + 8 is added to element i, then 4, 2, 1 (quant/scales.py, tree_sum); each is a sum of two."""
+    """Σ(v − round(v))² over blocks of 16, v = a / multiplier (at least 2**-64), as [R, N]. The order of the sum decides
+    bits: element i + 8 is added to element i, then 4, 2, 1 (quant/scales.py, tree_sum); each is a sum of two."""
     R: tl.constexpr = b_a.shape[0]
     N: tl.constexpr = b_multiplier.shape[1]
-    b_v = quotient(b_a, b_multiplier, 16, ISA)
+    b_inverse = over_blocks(reciprocal(b_multiplier, ISA), 16)
+    b_v = divided(b_a, over_blocks(b_multiplier, 16), b_inverse, ISA)
     b_e = round_grid(b_v, 1, 0, 6.0) - b_v
     b_e = b_e * b_e
     for i in tl.static_range(4):
@@ -182,19 +216,61 @@ def _fitting_error(b_a, b_multiplier, ISA: tl.constexpr):
 
 
 @triton.jit
-def two_level_scale(b_a, b_top, RULE: tl.constexpr, ISA: tl.constexpr, UNCLIPPED: tl.constexpr = False):
-    """NVFP4's scales of magnitudes [R, K] of a head whose largest is b_top (a scalar): the blocks' scales and maxima
-    [R, K / 16], and the head's scale. UNCLIPPED: for stochastic rounding."""
-    b_amax = block_amax(b_a, 16)
+def _halved(b_e, N: tl.constexpr):
+    b_sums = ()
+    for i in tl.static_range(N):
+        b_sums = b_sums + (b_e[i] + b_e[i + N],)
+    return b_sums
+
+
+@triton.jit
+def _fitting_error_of_blocks(b_x, b_multiplier, ISA: tl.constexpr):
+    """``_fitting_error`` of a tuple of the blocks' elements."""
+    b_inverse = reciprocal(b_multiplier, ISA)
+    b_errors = ()
+    for i in tl.static_range(16):
+        b_v = divided(tl.abs(b_x[i]), b_multiplier, b_inverse, ISA)
+        b_e = round_grid(b_v, 1, 0, 6.0) - b_v
+        b_errors = b_errors + (b_e * b_e,)
+    return _halved(_halved(_halved(_halved(b_errors, 8), 4), 2), 1)[0]
+
+
+@triton.jit
+def _error(b_a, b_multiplier, BLOCKS: tl.constexpr, ISA: tl.constexpr):
+    if BLOCKS:
+        return _fitting_error_of_blocks(b_a, b_multiplier, ISA)
+    else:
+        return _fitting_error(b_a, b_multiplier, ISA)
+
+
+@triton.jit
+def head_scale(b_top, RULE: tl.constexpr):
+    """NVFP4's FP32 scale of a head whose largest magnitude is b_top, and the power of two that ``two_level_scale``
+    wants its numbers and their divisors multiplied by, so that ``divided`` loses nothing. Scalars."""
     CEILING: tl.constexpr = 448.0 if RULE == "amax" else 256.0
     b_total = tl.div_rn(b_top, 6.0 * CEILING)
     b_total = tl.minimum(tl.maximum(b_total, SMALLEST), LARGEST / (6.0 * 448.0))
-    b_scale = _e4m3_round(tl.div_rn(b_amax, b_total * 6.0), UNCLIPPED)
+    return b_total, tl.where(b_total < 2.0**-50, 2.0**64, 1.0)
+
+
+@triton.jit
+def _over_head(b_amax, b_divisor, ISA: tl.constexpr):
+    return divided(b_amax, b_divisor, reciprocal(b_divisor, ISA), ISA)
+
+
+@triton.jit
+def two_level_scale(
+    b_a, b_total, b_power, RULE: tl.constexpr, BLOCKS: tl.constexpr, ISA: tl.constexpr, UNCLIPPED: tl.constexpr = False
+):  # fmt: skip
+    """NVFP4's scales of magnitudes [R, K] · b_power: the blocks' scales and maxima [R, K / 16]. BLOCKS: of a tuple of
+    the blocks' elements. UNCLIPPED: for stochastic rounding."""
+    b_amax = largest(b_a, 16) if BLOCKS else block_amax(b_a, 16)
+    b_scale = _e4m3_round(_over_head(b_amax, b_total * 6.0 * b_power, ISA), UNCLIPPED)
     if RULE != "amax":
-        b_least = _fitting_error(b_a, b_scale * b_total, ISA) * (b_scale * b_scale)
+        b_least = _error(b_a, b_scale * b_total * b_power, BLOCKS, ISA) * (b_scale * b_scale)
     if RULE == "four_over_six":
-        b_other = _e4m3_round(tl.div_rn(b_amax, b_total * 4.0), UNCLIPPED)
-        b_error = _fitting_error(b_a, b_other * b_total, ISA) * (b_other * b_other)
+        b_other = _e4m3_round(_over_head(b_amax, b_total * 4.0 * b_power, ISA), UNCLIPPED)
+        b_error = _error(b_a, b_other * b_total * b_power, BLOCKS, ISA) * (b_other * b_other)
         b_scale = tl.where(b_error < b_least, b_other, b_scale)
     elif RULE == "mse":
         b_code = e4m3_scale_code(b_scale)
@@ -203,35 +279,87 @@ def two_level_scale(b_a, b_top, RULE: tl.constexpr, ISA: tl.constexpr, UNCLIPPED
             if not UNCLIPPED:
                 i_near = tl.where(i > 4, i - 2, tl.where(i % 2 == 1, (i + 1) // 2, -(i // 2)))
             b_other = e4m3_scale(tl.minimum(tl.maximum(b_code + i_near, 1), 0x7E))
-            b_error = _fitting_error(b_a, b_other * b_total, ISA) * (b_other * b_other)
+            b_error = _error(b_a, b_other * b_total * b_power, BLOCKS, ISA) * (b_other * b_other)
             b_better = b_error < b_least
             b_scale = tl.where(b_better, b_other, b_scale)
             b_least = tl.where(b_better, b_error, b_least)
-    return b_scale, b_amax, b_total
+    return b_scale, b_amax
 
 
 @triton.jit
 def e2m1_code(b_a):
-    """Codes (int32) of magnitudes b_a: what ``grid_code(b_a, 1, 0, 6.0)`` gives, by one addition whose last bits count
-    the steps of its binade from code zero on."""
-    b_a = tl.minimum(b_a, 6.0)
-    b_magic = tl.where(b_a < 2.0, 6291456.0, tl.where(b_a < 4.0, 12582914.0, 25165832.0))
-    return float_bits(b_a + b_magic) & 7
+    """Numbers to int32 whose lowest byte is the code of their magnitude, as ``grid_code(b_a, 1, 0, 6.0)`` has it; of
+    the rest, bits 22 and above are not zero. By one addition: of 1.5·2**(22 + e) in binade e, so that the last bit is
+    a step, and of 2e steps, the codes below the binade less the steps below it."""
+    b_a = tl.minimum(tl.abs(b_a), 6.0)
+    b_e = float_bits(tl.maximum(b_a, 1.0)) >> 23
+    return float_bits(b_a + bits_float(b_e * ((1 << 23) + 2) + ((22 << 23) + (1 << 22) - 254)))
 
 
 @triton.jit
-def e2m1_pack(b_x, b_multiplier, BLOCK: tl.constexpr, ISA: tl.constexpr):
-    """Numbers [R, K] over their blocks' multipliers to E2M1, two per byte, the even one in the low nibble."""
-    R: tl.constexpr = b_x.shape[0]
-    K: tl.constexpr = b_x.shape[1]
-    b_q = quotient(b_x, b_multiplier, BLOCK, ISA)
+def _sign(b_word, b_x):
+    """b_word << 4 with the sign of x in bit 3; bits 0 to 2 are any."""
+    return (b_word << 4) | (b_x.to(tl.uint32, bitcast=True) >> 28)
+
+
+@triton.jit
+def e2m1_word(q0, q1, q2, q3, q4, q5, q6, q7, ISA: tl.constexpr):
+    """Eight numbers to E2M1 codes in an int32, the first in the lowest four bits."""
     if ISA >= 100:
-        b_even, b_odd = tl.split(tl.reshape(b_q, [R, K // 2, 2]))
-        return tl.inline_asm_elementwise(E2M1_PTX, "=r,f,f,f,f,f,f,f,f", [b_even, b_odd], tl.uint8, True, 4)
+        return tl.inline_asm_elementwise(
+            E2M1_PTX, "=r,f,f,f,f,f,f,f,f", [q0, q1, q2, q3, q4, q5, q6, q7], tl.int32, True, 1
+        )
     else:
-        b_code = e2m1_code(tl.abs(b_q)) | ((float_bits(b_x) >> 28) & 8)
-        b_even, b_odd = tl.split(tl.reshape(b_code, [R, K // 2, 2]))
-        return (b_even | (b_odd << 4)).to(tl.uint8)
+        b_0 = e2m1_code(q0) + (e2m1_code(q1) << 4)
+        b_1 = e2m1_code(q2) + (e2m1_code(q3) << 4)
+        b_2 = e2m1_code(q4) + (e2m1_code(q5) << 4)
+        b_3 = e2m1_code(q6) + (e2m1_code(q7) << 4)
+        if ISA >= 90:
+            b_word = tl.inline_asm_elementwise(BYTES_PTX, "=r,r,r,r,r", [b_0, b_1, b_2, b_3], tl.int32, True, 1)
+        else:
+            b_word = (b_0 & 0xFF) | ((b_1 & 0xFF) << 8) | ((b_2 & 0xFF) << 16) | (b_3 << 24)
+        b_sign = q7.to(tl.uint32, bitcast=True) >> 28
+        b_sign = _sign(_sign(_sign(_sign(_sign(_sign(_sign(b_sign, q6), q5), q4), q3), q2), q1), q0)
+        return (b_word & 0x77777777) | (b_sign.to(tl.int32, bitcast=True) & -0x77777778)
+
+
+@triton.jit
+def blocks_of(b_x, BLOCK: tl.constexpr):
+    """A tile [R, K] as a tuple of the blocks' elements 0, 1, …, each [R · K / BLOCK]."""
+    B: tl.constexpr = b_x.shape[0] * b_x.shape[1] // BLOCK
+    b_blocks = (tl.reshape(b_x, [B, BLOCK]),)
+    for i in tl.static_range(4 if BLOCK == 16 else 5):
+        b_low, b_high = (), ()
+        for j in tl.static_range(1 << i):
+            # the leading half of what is left of the index
+            b_halves = tl.permute(tl.reshape(b_blocks[j], [B, 2, BLOCK >> (i + 1)]), (0, 2, 1))
+            b_0, b_1 = tl.split(b_halves)
+            if 2 << i == BLOCK:
+                b_0, b_1 = tl.reshape(b_0, [B]), tl.reshape(b_1, [B])
+            b_low, b_high = b_low + (b_0,), b_high + (b_1,)
+        b_next = ()
+        for j in tl.static_range(1 << i):
+            b_next = b_next + (b_low[j], b_high[j])
+        b_blocks = b_next
+    return b_blocks
+
+
+@triton.jit
+def scaled(b_x, b_power, N: tl.constexpr):
+    """The N tensors of a tuple times b_power."""
+    b_y = ()
+    for i in tl.static_range(N):
+        b_y = b_y + (b_x[i] * b_power,)
+    return b_y
+
+
+@triton.jit
+def largest(b_x, N: tl.constexpr):
+    """The largest magnitude of the N tensors of a tuple, element by element."""
+    b_top = tl.abs(b_x[0])
+    for i in tl.static_range(1, N):
+        b_top = tl.maximum(b_top, tl.abs(b_x[i]))
+    return b_top
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from .codec import (
     bits_float,
     block_amax,
     float_bits,
+    head_scale,
     over_blocks,
     power_of_two_scale,
     round_grid,
@@ -86,7 +87,8 @@ def fake_quantize(b_x, b_top, b_random, FORMAT: tl.constexpr, RULE: tl.constexpr
         BLOCK: tl.constexpr = 16 if FORMAT == "nvfp4" else 32
         EMAX: tl.constexpr = 8 if FORMAT == "mxfp8" else 2
         if FORMAT == "nvfp4":
-            b_scale, _, b_total = two_level_scale(b_a, b_top, RULE, 0, STOCHASTIC)
+            b_total, _ = head_scale(b_top, RULE)
+            b_scale, _ = two_level_scale(b_a, b_total, 1.0, RULE, False, 0, STOCHASTIC)
             b_scale = b_scale * b_total
         elif STOCHASTIC:
             b_scale = _unclipped_power(block_amax(b_a, BLOCK), EMAX, 448.0 if FORMAT == "mxfp8" else 6.0)

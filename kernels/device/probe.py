@@ -34,7 +34,7 @@ def values_kernel(p_code, p_e4m3, p_e2m1, p_scale, p_power, N: tl.constexpr, ISA
 @triton.jit
 def encode_kernel(
     p_x, p_codes, p_row, p_block, p_total, p_decoded, V: tl.constexpr, R: tl.constexpr, K: tl.constexpr,
-    FORMAT: tl.constexpr, RULE: tl.constexpr, ROTATE: tl.constexpr, ISA: tl.constexpr,
+    FORMAT: tl.constexpr, RULE: tl.constexpr, ROTATE: tl.constexpr, WORDS: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads): encode x [heads, V, K], and decode what was stored."""
     i_h = tl.program_id(0)
@@ -46,7 +46,8 @@ def encode_kernel(
     if ROTATE > 1:
         b_x = codec.hadamard(b_x, ROTATE)
     b_top = codec.tile_amax(b_x)
-    tile.store_tile(b_x, b_top, p_codes, p_row, p_block, p_total + i_h, o_rows, m_v, FORMAT, RULE, ISA)
+    i_row = (i_h * V).to(tl.int64)
+    tile.store_tile(b_x, b_top, p_codes, p_row, p_block, p_total + i_h, i_row, V, FORMAT, RULE, V == R, WORDS, ISA)
     tl.debug_barrier()  # other threads of this program wrote what is read back now
     b_back = tile.load_tile(p_codes, p_row, p_block, p_total + i_h, o_rows, m_v, K, FORMAT, ISA)
     tl.store(p_decoded + o_x, b_back, mask=m_v[:, None])
@@ -69,9 +70,11 @@ def decode_every_code(codes: Tensor, e4m3: Tensor, e2m1: Tensor, scale: Tensor, 
     run(values_kernel, (1,), Launch(warps=4), codes, e4m3, e2m1, scale, power, N=256, ISA=isa_of(codes.device))
 
 
-def codec_differences(x: Tensor, format: str, rule: str = "amax", rotation: str | None = None) -> dict[str, int]:
+def codec_differences(
+    x: Tensor, format: str, rule: str = "amax", rotation: str | None = None, *, words: bool = True
+) -> dict[str, int]:
     """Bytes in which the device codec differs from the torch codec on the CPU for x [heads, V, K], by tensor; none is
-    right."""
+    right. ``words``: 4-bit codes are stored as words."""
     heads, value_dim, key_dim = x.shape
     expected = encode(x.cpu(), format, rule, rotation)
     poison = {name: torch.full_like(as_bytes(t), 0xA5).view(t.dtype) for name, t in expected.tensors().items()}
@@ -84,7 +87,7 @@ def codec_differences(x: Tensor, format: str, rule: str = "amax", rotation: str 
         x, raw["codes"], *(raw.get(f"scales.{n}", none) for n in ("row", "block", "global")), decoded,
         V=value_dim, R=max(16, triton.next_power_of_2(value_dim)), K=key_dim,
         FORMAT=format, RULE=rule,
-        ROTATE={None: 0, "hadamard16": 16, "hadamard": key_dim}[rotation], ISA=isa_of(x.device),
+        ROTATE={None: 0, "hadamard16": 16, "hadamard": key_dim}[rotation], WORDS=words, ISA=isa_of(x.device),
         enable_fp_fusion=False,
     )  # fmt: skip
     pairs = {n: (t, ours[n]) for n, t in expected.tensors().items()}

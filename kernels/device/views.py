@@ -60,6 +60,11 @@ def has_words(state: EncodedState) -> bool:
     return not any(n * t.element_size() % 8 for n in (t.stride(0), t.storage_offset(), t.shape[-1]))
 
 
+def has_quads(t: Tensor) -> bool:
+    """Whether every slot of float32 ``t`` [slots, ..., K] starts at a multiple of sixteen bytes; rows then do too."""
+    return not any(n % 4 for n in (t.stride(0), t.storage_offset(), t.shape[-1]))
+
+
 def raw_view(t: Tensor) -> Tensor:
     """One-byte floats as uint8, bfloat16 as int16: the device codec works on bits."""
     if t.dtype == torch.bfloat16:
