@@ -288,8 +288,7 @@ def window(
     channel = spec.rules.decay == "channel"
     # heads of a key that one program takes together: as many as a warp can hold M of, which several tokens change
     per = 1 if channel else math.gcd(group, max(1, (1024 if inputs.tokens == 1 else 512) // common["LP"] ** 2))
-    grid = (inputs.rows, spec.heads // per) if spec.rules.delta_rule else (inputs.rows, spec.key_heads, inputs.tokens)
-    sizes = (spec.heads, spec.key_heads, spec.value_dim)
+    grid = (inputs.rows, spec.heads // per) if spec.rules.delta_rule else (inputs.rows, spec.key_heads, triton.cdiv(inputs.tokens, 8))
     names = ("k", "v", "beta", "g") if spec.rules.delta_rule else ("k", "v", "beta")
     rings = tuple(ring[n] for n in names)
     ring_strides = tuple(slot_stride(ring[n], f"ring {n}") for n in names)
@@ -310,7 +309,9 @@ def window(
         run(
             mamba2_window, grid, launch,
             t["q"], t["k"], t["v"], t["beta"], state.decay_rate, *rings, *orders, w.theta, w.gain, w.c, w.top, columns,
-            *token_strides, *ring_strides, *sizes, GP=triton.next_power_of_2(group), **common,
+            *token_strides, *ring_strides, GP=triton.next_power_of_2(group),
+            H=spec.heads, Hk=spec.key_heads, V=spec.value_dim,
+            BK=min(spec.key_dim, 8192 // (common["LP"] * ring["k"].element_size())), **common,
         )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from ...quant import state as states
 from ..device.codec import bits_float, float_bits, hadamard
-from ..device.dot import dot_raw, weighted_sums
+from ..device.dot import dot_fp32, dot_raw, weighted_sums
 from ..device.fp4 import THETA_BITS_CONVERTED, THETA_BITS_MOVED, pair_position
 from ..device.math import LOG2E, exp, inverse_norm
 from ..device.targets import tl, triton
@@ -113,6 +113,22 @@ def load_rows(p_ring, p_token, i_row, s_row, s_token, o_l, o_k, m_k, i_n):
 
 
 @triton.jit
+def _pieces(p_ring, p_token, i_row, i_n, s_row, o_l, o_x):
+    """The same in pieces o_x [1, N, 32] of columns, of the ring's type: [LP, N·32]."""
+    m_r = (o_l < i_row)[:, None, None]
+    m_x = ((o_l >= 0) & (o_l < i_row + i_n))[:, None, None]
+    if p_ring.dtype == p_token.dtype:
+        p_x = tl.where(o_l < i_row, p_ring + o_l * s_row, p_token + (o_l - i_row) * s_row)
+        b_k = tl.load(p_x[:, None, None] + o_x, mask=m_x, other=0.0)
+    else:
+        o_r = (o_l * s_row)[:, None, None] + o_x
+        b_k = tl.load(p_ring + o_r, mask=m_x & m_r, other=0.0)
+        b_t = tl.load(p_token + (o_r - i_row * s_row), mask=m_x & (m_r == 0), other=0.0)
+        b_k = tl.where(m_r, b_k, b_t.to(b_k.dtype))
+    return tl.reshape(b_k, [o_l.shape[0], o_x.shape[1] * 32])
+
+
+@triton.jit
 def load_scalars(p_ring, p_token, i_row, s_row, s_token, o_l, o_g, i_n):
     """The same of log-decays or gains of heads o_g [N], one per row: [LP, N] float32."""
     m_r = (o_l < i_row) & (o_l >= 0)
@@ -185,16 +201,18 @@ def _copy(p_from, p_to, m, N, NP: tl.constexpr):
 
 @triton.jit
 def _store_theta(
-    b_theta, p_theta, p_columns,
+    b_theta, p_theta, s_theta, m_theta, p_columns, s_columns,
     K: tl.constexpr, BALANCED: tl.constexpr, ROTATE: tl.constexpr, HALF: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Store Θ [N, K] of N heads, times the copy's column scales and rotated as it is, and return what it must be
-    multiplied by again [N]."""
+    """Store rows of Θ [N, K], of heads or of tokens, times the copy's column scales and rotated as it is, and return
+    what they must be multiplied by again [N]."""
     N: tl.constexpr = b_theta.shape[0]
     o_k = tl.arange(0, K)[None, :]
-    o_head = tl.arange(0, N)[:, None] * K
+    o_n = tl.arange(0, N)[:, None]
+    o_to = o_n * s_theta
+    m_to = m_theta[:, None]
     if BALANCED:
-        b_theta *= tl.load(p_columns + o_head + o_k)
+        b_theta *= tl.load(p_columns + o_n * s_columns + o_k)
     if ROTATE > 1:
         b_theta = hadamard(b_theta, ROTATE)
     b_factor = tl.full([N], 1.0, tl.float32)
@@ -205,10 +223,41 @@ def _store_theta(
         SHIFT: tl.constexpr = THETA_BITS_CONVERTED if ISA >= 100 else THETA_BITS_MOVED
         b_theta *= bits_float((254 - b_top + SHIFT) << 23)[:, None]
         b_factor = bits_float((b_top - SHIFT) << 23)
-        tl.store(p_theta + o_head + pair_position(o_k, ISA), b_theta.to(tl.float16))
+        tl.store(p_theta + o_to + pair_position(o_k, ISA), b_theta.to(tl.float16), mask=m_to)
     else:
-        tl.store(p_theta + o_head + o_k, b_theta)
+        tl.store(p_theta + o_to + o_k, b_theta, mask=m_to)
     return b_factor
+
+
+@triton.jit
+def _dots(
+    p_ring_k, p_k, p_q, i_row, i_n, i_first, s_token, o_j,
+    K: tl.constexpr, BK: tl.constexpr, NORM: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """k_j·q_t [LP, 8] of the keys of ring rows o_j and of eight tokens from i_first on, and what keys are multiplied by
+    [LP]; zeros where there is no such key or token. BK columns at a time, as pieces of 32: few rows a thread."""
+    LP: tl.constexpr = o_j.shape[0]
+    o_t = i_first + tl.arange(0, 8)
+    o_c = (tl.arange(0, BK // 32) * 32)[None, :, None] + tl.arange(0, 32)[None, None, :]
+    b_dots = tl.zeros([LP, 8], tl.float32)
+    b_square = tl.zeros([LP], tl.float32)
+    for i_c in tl.range(0, K, BK):
+        b_k = _pieces(p_ring_k + i_c, p_k + i_c, i_row, i_n, s_token, o_j, o_c)
+        b_q = tl.load(
+            p_q + i_c + (o_t * s_token)[:, None, None] + o_c, mask=(o_t < i_n)[:, None, None], other=0.0
+        )
+        b_q = tl.trans(tl.reshape(b_q, [8, BK]))
+        if b_k.dtype == b_q.dtype:
+            b_dots += dot_raw(b_k, b_q, ISA)
+        else:
+            b_dots += dot_fp32(b_k.to(tl.float32), b_q.to(tl.float32), ISA)
+        if NORM:
+            b_k = b_k.to(tl.float32)
+            b_square += tl.sum(b_k * b_k, axis=1)
+    b_norm = tl.full([LP], 1.0, tl.float32)
+    if NORM:
+        b_norm = inverse_norm(b_square)
+    return b_dots, b_norm
 
 
 @triton.jit
@@ -219,68 +268,104 @@ def mamba2_window(
     p_columns,  # column scales of the copy [H, K], the same for all heads of a group
     s_q, s_k, s_v, s_beta,  # batch strides of the tokens
     s_ring_k, s_ring_v, s_ring_beta,  # slot strides of the ring
-    H, Hk, V,
-    K: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, T: tl.constexpr,
+    H: tl.constexpr, Hk: tl.constexpr, V: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, T: tl.constexpr,
     GROUP: tl.constexpr, GP: tl.constexpr, VP: tl.constexpr,
     NORM: tl.constexpr, SCALE: tl.constexpr, BALANCED: tl.constexpr, ROTATE: tl.constexpr, HALF: tl.constexpr,
     ISA: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B, Hk, T): the GROUP heads of one B and C, and one token. Θ [B, T, Hk, K] is q, gain [B, T, H] is e^G, and
-    C is stored; of rows that flush, in C's place, what W's keys are multiplied by: e^(G_h − G_j)·β_j, and zeros in top
-    [B, H]. Tokens stand from the last one backwards, so that the sums Σ g_i over i > j run forwards (Triton's
-    backward ones cost ten times as much)."""
+    """Grid (B, Hk, pieces of eight tokens): the GROUP heads of one B and C. Θ [B, T, Hk, K] is q, gain [B, T, H] is
+    e^G, and C is stored; of rows that flush, in C's place, what W's keys are multiplied by: e^(G_h − G_j)·β_j, and
+    zeros in top [B, H].
+
+    Of the first token the decays of all ring rows are summed, and each later one multiplies by its own. Rows stand
+    from the last one backwards, so that the sums Σ g_i over i > j run forwards (Triton's backward ones cost ten times
+    as much)."""
+    N: tl.constexpr = T if T < 8 else 8
+    NP: tl.constexpr = 1 if N == 1 else 2 if N == 2 else 4 if N <= 4 else 8
     i_b = tl.program_id(0)
     i_k = tl.program_id(1)
-    i_t = tl.program_id(2)
+    i_first = tl.program_id(2) * 8
     i_row = tl.load(p_row + i_b)
     if i_row <= NOTHING:
         return
     i_used = tl.load(p_used + i_b)
     i_n = tl.where(i_used > 0, i_used - i_row, 1)
-    i_last = i_row + i_t
-    if (i_t >= i_n) | (i_last < 0):
+    if i_first >= i_n:
         return
     i_slot = tl.load(p_slots + i_b).to(tl.int64)
     i_b = i_b.to(tl.int64)
     i_h = i_k * GROUP
-    o_k = tl.arange(0, K)
     o_l = tl.arange(0, LP)
-    o_j = i_last - o_l
+    o_j = i_row + i_n - 1 - o_l
     o_g = tl.arange(0, GP)
     m_g = o_g < GROUP
+    p_q += i_b * s_q + i_k * K
     p_k += i_b * s_k + i_k * K
     p_v += i_b * s_v + i_h * V
     p_beta += i_b * s_beta + i_h
     p_ring_k += i_slot * s_ring_k + i_k * K
     p_ring_v += i_slot * s_ring_v + i_h * V
     p_ring_beta += i_slot * s_ring_beta + i_h
-    if i_used <= 0:
-        tl.store(p_top + i_b * H + i_h + o_g, tl.zeros([GP], tl.int32), mask=m_g)
-    _copy(p_k + i_t * (Hk * K), p_ring_k + i_last * (Hk * K), i_last >= 0, K, K)
-    _copy(p_v + i_t * (H * V), p_ring_v + i_last * (H * V), i_last >= 0, GROUP * V, VP)
-    _copy(p_beta + i_t * H, p_ring_beta + i_last * H, i_last >= 0, GROUP, GP)
+    for i in tl.static_range(N):
+        i_t = i_first + i
+        i_last = i_row + i_t
+        m_t = (i_t < i_n) & (i_last >= 0)
+        _copy(p_k + i_t * (Hk * K), p_ring_k + i_last * (Hk * K), m_t, K, K)
+        _copy(p_v + i_t * (H * V), p_ring_v + i_last * (H * V), m_t, GROUP * V, VP)
+        _copy(p_beta + i_t * H, p_ring_beta + i_last * H, m_t, GROUP, GP)
 
     # the ring's rows before the tokens; the tokens themselves come from the inputs, so no barrier is needed
-    b_k = load_rows(p_ring_k, p_k, i_row, Hk * K, Hk * K, o_j, o_k, o_k < K, i_n).to(tl.float32)
+    b_dots, b_norm = _dots(p_ring_k, p_k, p_q, i_row, i_n, i_first, Hk * K, o_j, K, BK, NORM, ISA)
     b_rate = tl.load(p_rate + i_h + o_g, mask=m_g, other=0.0)
     b_beta = load_rows(p_ring_beta, p_beta, i_row, H, H, o_j, o_g, m_g, i_n)  # [LP, GP]
     # row l holds what comes right after token j: its sums are Σ g_i over i > j, without a difference
     b_next = load_rows(p_ring_beta, p_beta, i_row, H, H, o_j + 1, o_g, m_g, i_n)
-    b_between = tl.cumsum(tl.where((o_l > 0)[:, None], b_next, 0.0) * b_rate[None, :], axis=0)
-    b_w = exp(b_between) * b_beta * key_norms(b_k, NORM)[:, None]
-    b_gain = exp(tl.sum(b_beta * b_rate[None, :], axis=0))
-    i_bt = i_b * T + i_t
-    if i_used > 0:
-        b_q = prepared_query(p_q + i_b * s_q + i_t * (Hk * K) + i_k * K, o_k, NORM, SCALE)
-        b_w *= tl.sum(b_k * b_q[None, :], axis=1)[:, None]
+    i_base = tl.maximum(i_row + i_first, 0)  # the row of the first token; a closed window's comes after it
+    m_base = (o_j <= i_base)[:, None]
+    b_between = tl.cumsum(tl.where((o_j < i_base)[:, None], b_next, 0.0) * b_rate[None, :], axis=0)
+    b_w = exp(b_between) * b_beta * b_norm[:, None]
+    b_sum = tl.sum(tl.where(m_base, b_beta, 0.0) * b_rate[None, :], axis=0)
+    i_bt = i_b * T + i_first
+    p_c += (i_bt * H + i_h + o_g[None, :]) * L + o_j[:, None]
+    p_gain += i_bt * H + i_h
+    m_c = (o_j >= 0)[:, None] & m_g[None, :]
+    if i_used <= 0:
+        tl.store(p_top + i_b * H + i_h + o_g, tl.zeros([GP], tl.int32), mask=m_g)
+        tl.store(p_c, b_w, mask=m_c)
+        tl.store(p_gain + o_g, exp(b_sum), mask=m_g)
+    else:
+        o_n = tl.arange(0, NP)
+        m_n = (i_first + o_n < i_n) & (i_row + i_first + o_n >= 0)
+        b_scale = tl.full([NP], SCALE, tl.float32)
+        b_q = tl.load(p_q + ((i_first + o_n) * (Hk * K))[:, None] + tl.arange(0, K)[None, :], mask=m_n[:, None], other=0.0)
+        b_q = b_q.to(tl.float32)
+        if NORM:
+            b_scale *= inverse_norm(tl.sum(b_q * b_q, axis=1))
         p_to = p_theta + (i_bt * Hk + i_k) * K
-        b_gain *= _store_theta(b_q[None, :], p_to, p_columns + i_h * K, K, BALANCED, ROTATE, HALF, ISA)
-    o_head = i_bt * H + i_h + o_g
-    p_c += o_head[None, :] * L
-    tl.store(p_c + o_j[:, None], b_w, mask=(o_j >= 0)[:, None] & m_g[None, :])
-    m_after = ((o_l > i_last) & (o_l < L))[:, None]
-    tl.store(p_c + o_l[:, None], tl.zeros([LP, GP], tl.float32), mask=m_after & m_g[None, :])
-    tl.store(p_gain + o_head, b_gain, mask=m_g)
+        b_factor = _store_theta(
+            b_q * b_scale[:, None], p_to, Hk * K, m_n, p_columns + i_h * K, 0, K, BALANCED, ROTATE, HALF, ISA
+        )
+        m_later = (i_row + i_first + o_n > i_base) & m_n
+        b_g = tl.load(p_beta + ((i_first + o_n) * H)[:, None] + o_g[None, :], mask=m_later[:, None] & m_g[None, :], other=0.0)
+        b_g = b_g.to(p_ring_beta.dtype.element_ty).to(tl.float32) * b_rate[None, :]
+        b_gain = exp(b_sum[None, :] + tl.cumsum(b_g, axis=0)) * b_factor[:, None]
+        tl.store(p_gain + (o_n * H)[:, None] + o_g[None, :], b_gain, mask=m_n[:, None] & m_g[None, :])
+        o_t = tl.arange(0, 8)
+        b_step = b_w
+        for i in tl.static_range(N):
+            i_last = i_row + i_first + i
+            if i > 0:
+                b_one = tl.sum(tl.where((o_n == i)[:, None], b_g, 0.0), axis=0)
+                b_step = tl.where((o_j == i_last)[:, None], b_w, b_step * exp(b_one)[None, :])
+            b_dot = tl.sum(tl.where((o_t == i)[None, :], b_dots, 0.0), axis=1)
+            if NORM:
+                b_dot *= tl.sum(tl.where(o_n == i, b_scale, 0.0), axis=0)
+            else:
+                b_dot *= SCALE
+            i_rows = tl.where((i_first + i < i_n) & (i_last >= 0), L, 0)
+            b_c = tl.where((o_j <= i_last)[:, None], b_dot[:, None] * b_step, 0.0)
+            tl.store(p_c + i * (H * L), b_c, mask=m_c & (o_j < i_rows)[:, None])
 
 
 @triton.jit
@@ -402,7 +487,10 @@ def delta_window(
                 b_k = load_keys(p_ring_k, p_k, p_q + i_t * (Hk * K), i_row, i_n, Hk * K, o_l, K)
                 b_from = exp(tl.cumsum(b_gs, axis=0))  # of the query's row, whose log-decay is zero, e^G_t
                 b_theta = weighted_sums(b_k, b_from * tl.where(m_q[:, None], b_scale, -b_cx), ISA)
-            b_factor = _store_theta(b_theta, p_theta + i_head * K, p_columns + i_h * K, K, BALANCED, ROTATE, HALF, ISA)
+            b_factor = _store_theta(
+                b_theta, p_theta + i_head * K, K, o_g < PER, p_columns + i_h * K, K,
+                K, BALANCED, ROTATE, HALF, ISA,
+            )  # fmt: skip
             tl.store(p_gain + i_head + o_g, b_factor, mask=o_g < tl.where(m_t, PER, 0))
         elif CHANNEL:
             tl.store(p_top + i_b * H + i_h, 0)
