@@ -297,7 +297,7 @@ def mamba2_window(
     i_b = i_b.to(tl.int64)
     i_h = i_k * GROUP
     o_l = tl.arange(0, LP)
-    o_j = i_row + i_n - 1 - o_l
+    o_j = (i_row + i_n - 1 - o_l) & (LP - 1)  # behind the first row the free ones, for which zeros are stored
     o_g = tl.arange(0, GP)
     m_g = o_g < GROUP
     p_q += i_b * s_q + i_k * K
@@ -329,7 +329,7 @@ def mamba2_window(
     i_bt = i_b * T + i_first
     p_c += (i_bt * H + i_h + o_g[None, :]) * L + o_j[:, None]
     p_gain += i_bt * H + i_h
-    m_c = (o_j >= 0)[:, None] & m_g[None, :]
+    m_c = (o_j < L)[:, None] & m_g[None, :]
     if i_used <= 0:
         tl.store(p_top + i_b * H + i_h + o_g, tl.zeros([GP], tl.int32), mask=m_g)
         tl.store(p_c, b_w, mask=m_c)
