@@ -33,6 +33,7 @@ from .paths import Path, standard_pays
 from .readout.triton import readout
 from .standard.triton import step as standard_step
 from .step import renew_mix
+from .window.many import delta_window_many
 from .window.triton import delta_window, mamba2_window, plan_kernel, verify_plan_kernel
 
 MAX_WINDOW = 64
@@ -286,9 +287,13 @@ def window(
         "HALF": w.theta.element_size() == 2, "ISA": isa,
     }  # fmt: skip
     channel = spec.rules.decay == "channel"
+    # columns of the keys that a program takes at a time: 64 registers of a warp
+    chunk = min(spec.key_dim, 8192 // (common["LP"] * ring["k"].element_size()))
     # heads of a key that one program takes together: as many as a warp can hold M of, which several tokens change
     per = 1 if channel else math.gcd(group, max(1, (1024 if inputs.tokens == 1 else 512) // common["LP"] ** 2))
-    grid = (inputs.rows, spec.heads // per) if spec.rules.delta_rule else (inputs.rows, spec.key_heads, triton.cdiv(inputs.tokens, 8))
+    grid: tuple[int, ...] = (inputs.rows, spec.heads // per)
+    if not spec.rules.delta_rule:
+        grid = (inputs.rows, spec.key_heads, triton.cdiv(inputs.tokens, 8))
     names = ("k", "v", "beta", "g") if spec.rules.delta_rule else ("k", "v", "beta")
     rings = tuple(ring[n] for n in names)
     ring_strides = tuple(slot_stride(ring[n], f"ring {n}") for n in names)
@@ -296,13 +301,15 @@ def window(
     if spec.rules.delta_rule:
         mix = mixing_of(state)
         common["VP"] = triton.next_power_of_2(per * spec.value_dim)
+        many = inputs.tokens > 1 and not channel
+        warps = launch.warps if channel else max(launch.warps, common["LP"] // 32)  # a column of M for a thread
+        own = {"BK": chunk} if many else {"CHANNEL": channel, "VEC": max(1, spec.key_dim // (32 * launch.warps))}
         run(
-            delta_window, grid, launch,
+            delta_window_many if many else delta_window, grid, launch,
             t["q"], t["k"], t["v"], t["beta"], t["g"], *rings, mix, *orders,
             w.theta, w.gain, w.c, w.start, w.top, columns,
             *token_strides, *ring_strides, slot_stride(mix, "mix"),
-            H=spec.heads, Hk=spec.key_heads, V=spec.value_dim, CHANNEL=channel, PER=per,
-            VEC=max(1, spec.key_dim // (32 * launch.warps)), **common,
+            H=spec.heads, Hk=spec.key_heads, V=spec.value_dim, PER=per, num_warps=warps, **own, **common,
         )  # fmt: skip
     else:
         common["VP"] = triton.next_power_of_2(group * spec.value_dim)
@@ -311,7 +318,7 @@ def window(
             t["q"], t["k"], t["v"], t["beta"], state.decay_rate, *rings, *orders, w.theta, w.gain, w.c, w.top, columns,
             *token_strides, *ring_strides, GP=triton.next_power_of_2(group),
             H=spec.heads, Hk=spec.key_heads, V=spec.value_dim,
-            BK=min(spec.key_dim, 8192 // (common["LP"] * ring["k"].element_size())), **common,
+            BK=chunk, **common,
         )  # fmt: skip
 
 

@@ -81,6 +81,11 @@ def weighted_sums(b_x, b_w, ISA: tl.constexpr):
     M: tl.constexpr = b_x.shape[0]
     I: tl.constexpr = b_w.shape[1]
     W: tl.constexpr = 8 if I == 1 else 4
+    if I >= 8 and ISA >= 90 and b_x.dtype == tl.bfloat16:
+        b_1, b_2, b_3 = bf16_parts(b_w)
+        b_y = tl.dot(tl.trans(b_x), b_3)
+        b_y = tl.dot(tl.trans(b_x), b_2, b_y)
+        return tl.trans(tl.dot(tl.trans(b_x), b_1, b_y))
     o_n = tl.arange(0, W)[None, None, :]
     b_w = b_w[:, :, None]
     if b_x.dtype == tl.bfloat16:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from ...quant import state as states
 from ..device.codec import bits_float, float_bits, hadamard
 from ..device.dot import dot_fp32, dot_raw, weighted_sums
-from ..device.fp4 import THETA_BITS_CONVERTED, THETA_BITS_MOVED, pair_position
+from ..device.fp4 import THETA_BITS_CONVERTED, THETA_BITS_MOVED
 from ..device.math import LOG2E, exp, inverse_norm
 from ..device.targets import tl, triton
 from .channel import channel_dots, channel_theta, total
@@ -113,7 +113,7 @@ def load_rows(p_ring, p_token, i_row, s_row, s_token, o_l, o_k, m_k, i_n):
 
 
 @triton.jit
-def _pieces(p_ring, p_token, i_row, i_n, s_row, o_l, o_x):
+def load_pieces(p_ring, p_token, i_row, i_n, s_row, o_l, o_x):
     """The same in pieces o_x [1, N, 32] of columns, of the ring's type: [LP, N·32]."""
     m_r = (o_l < i_row)[:, None, None]
     m_x = ((o_l >= 0) & (o_l < i_row + i_n))[:, None, None]
@@ -143,7 +143,7 @@ def load_scalars(p_ring, p_token, i_row, s_row, s_token, o_l, o_g, i_n):
 
 
 @triton.jit
-def _column(b_x):
+def column(b_x):
     """b_x [N] as [N, 1], in the layout of what it meets: a matrix product's is four registers for what fits in one."""
     return tl.trans(b_x[None, :])
 
@@ -192,7 +192,7 @@ def key_norms(b_k, NORM: tl.constexpr):
 
 
 @triton.jit
-def _copy(p_from, p_to, m, N, NP: tl.constexpr):
+def copy(p_from, p_to, m, N, NP: tl.constexpr):
     """N elements, or none where not m. (A scalar truth value can't be spread over a tile by the interpreter.)"""
     o = tl.arange(0, NP)
     m_x = o < tl.where(m, N, 0)
@@ -200,19 +200,18 @@ def _copy(p_from, p_to, m, N, NP: tl.constexpr):
 
 
 @triton.jit
-def _store_theta(
-    b_theta, p_theta, s_theta, m_theta, p_columns, s_columns,
-    K: tl.constexpr, BALANCED: tl.constexpr, ROTATE: tl.constexpr, HALF: tl.constexpr, ISA: tl.constexpr,
+def store_theta(
+    b_theta, p_theta, o_theta, m_theta, p_columns, o_columns,
+    BALANCED: tl.constexpr, ROTATE: tl.constexpr, HALF: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Store rows of Θ [N, K], of heads or of tokens, times the copy's column scales and rotated as it is, and return
-    what they must be multiplied by again [N]."""
+    """Store rows of Θ [N, K] at o_theta [N], times the copy's column scales at o_columns [N] and rotated as it is, and
+    return what they must be multiplied by again [N]."""
     N: tl.constexpr = b_theta.shape[0]
-    o_k = tl.arange(0, K)[None, :]
-    o_n = tl.arange(0, N)[:, None]
-    o_to = o_n * s_theta
+    o_k = tl.arange(0, b_theta.shape[1])[None, :]
+    o_to = o_theta[:, None]
     m_to = m_theta[:, None]
     if BALANCED:
-        b_theta *= tl.load(p_columns + o_n * s_columns + o_k)
+        b_theta *= tl.load(p_columns + o_columns[:, None] + o_k)
     if ROTATE > 1:
         b_theta = hadamard(b_theta, ROTATE)
     b_factor = tl.full([N], 1.0, tl.float32)
@@ -223,7 +222,11 @@ def _store_theta(
         SHIFT: tl.constexpr = THETA_BITS_CONVERTED if ISA >= 100 else THETA_BITS_MOVED
         b_theta *= bits_float((254 - b_top + SHIFT) << 23)[:, None]
         b_factor = bits_float((b_top - SHIFT) << 23)
-        tl.store(p_theta + o_to + pair_position(o_k, ISA), b_theta.to(tl.float16), mask=m_to)
+        b_theta = b_theta.to(tl.float16)
+        if ISA < 100:  # in the order of ``pair_position``
+            b_theta = tl.reshape(b_theta, [N, b_theta.shape[1] // 8, 2, 2, 2])
+            b_theta = tl.reshape(tl.permute(b_theta, (0, 1, 4, 3, 2)), [N, o_k.shape[1]])
+        tl.store(p_theta + o_to + o_k, b_theta, mask=m_to)
     else:
         tl.store(p_theta + o_to + o_k, b_theta, mask=m_to)
     return b_factor
@@ -242,10 +245,8 @@ def _dots(
     b_dots = tl.zeros([LP, 8], tl.float32)
     b_square = tl.zeros([LP], tl.float32)
     for i_c in tl.range(0, K, BK):
-        b_k = _pieces(p_ring_k + i_c, p_k + i_c, i_row, i_n, s_token, o_j, o_c)
-        b_q = tl.load(
-            p_q + i_c + (o_t * s_token)[:, None, None] + o_c, mask=(o_t < i_n)[:, None, None], other=0.0
-        )
+        b_k = load_pieces(p_ring_k + i_c, p_k + i_c, i_row, i_n, s_token, o_j, o_c)
+        b_q = tl.load(p_q + i_c + (o_t * s_token)[:, None, None] + o_c, mask=(o_t < i_n)[:, None, None], other=0.0)
         b_q = tl.trans(tl.reshape(b_q, [8, BK]))
         if b_k.dtype == b_q.dtype:
             b_dots += dot_raw(b_k, b_q, ISA)
@@ -311,9 +312,9 @@ def mamba2_window(
         i_t = i_first + i
         i_last = i_row + i_t
         m_t = (i_t < i_n) & (i_last >= 0)
-        _copy(p_k + i_t * (Hk * K), p_ring_k + i_last * (Hk * K), m_t, K, K)
-        _copy(p_v + i_t * (H * V), p_ring_v + i_last * (H * V), m_t, GROUP * V, VP)
-        _copy(p_beta + i_t * H, p_ring_beta + i_last * H, m_t, GROUP, GP)
+        copy(p_k + i_t * (Hk * K), p_ring_k + i_last * (Hk * K), m_t, K, K)
+        copy(p_v + i_t * (H * V), p_ring_v + i_last * (H * V), m_t, GROUP * V, VP)
+        copy(p_beta + i_t * H, p_ring_beta + i_last * H, m_t, GROUP, GP)
 
     # the ring's rows before the tokens; the tokens themselves come from the inputs, so no barrier is needed
     b_dots, b_norm = _dots(p_ring_k, p_k, p_q, i_row, i_n, i_first, Hk * K, o_j, K, BK, NORM, ISA)
@@ -338,16 +339,20 @@ def mamba2_window(
         o_n = tl.arange(0, NP)
         m_n = (i_first + o_n < i_n) & (i_row + i_first + o_n >= 0)
         b_scale = tl.full([NP], SCALE, tl.float32)
-        b_q = tl.load(p_q + ((i_first + o_n) * (Hk * K))[:, None] + tl.arange(0, K)[None, :], mask=m_n[:, None], other=0.0)
+        b_q = tl.load(
+            p_q + ((i_first + o_n) * (Hk * K))[:, None] + tl.arange(0, K)[None, :], mask=m_n[:, None], other=0.0
+        )
         b_q = b_q.to(tl.float32)
         if NORM:
             b_scale *= inverse_norm(tl.sum(b_q * b_q, axis=1))
         p_to = p_theta + (i_bt * Hk + i_k) * K
-        b_factor = _store_theta(
-            b_q * b_scale[:, None], p_to, Hk * K, m_n, p_columns + i_h * K, 0, K, BALANCED, ROTATE, HALF, ISA
+        b_factor = store_theta(
+            b_q * b_scale[:, None], p_to, o_n * (Hk * K), m_n, p_columns + i_h * K, o_n * 0, BALANCED, ROTATE, HALF, ISA
         )
         m_later = (i_row + i_first + o_n > i_base) & m_n
-        b_g = tl.load(p_beta + ((i_first + o_n) * H)[:, None] + o_g[None, :], mask=m_later[:, None] & m_g[None, :], other=0.0)
+        b_g = tl.load(
+            p_beta + ((i_first + o_n) * H)[:, None] + o_g[None, :], mask=m_later[:, None] & m_g[None, :], other=0.0
+        )
         b_g = b_g.to(p_ring_beta.dtype.element_ty).to(tl.float32) * b_rate[None, :]
         b_gain = exp(b_sum[None, :] + tl.cumsum(b_g, axis=0)) * b_factor[:, None]
         tl.store(p_gain + (o_n * H)[:, None] + o_g[None, :], b_gain, mask=m_n[:, None] & m_g[None, :])
@@ -411,10 +416,10 @@ def delta_window(
     for i_t in range(T):
         i_last = i_row + i_t
         m_t = (i_t < i_n) & (i_last >= 0)
-        _copy(p_k + i_t * (Hk * K), p_ring_k + i_last * (Hk * K), m_t & (i_h % GROUP == 0), K, K)
-        _copy(p_v + i_t * (H * V), p_ring_v + i_last * (H * V), m_t, PER * V, VP)
-        _copy(p_beta + i_t * H, p_ring_beta + i_last * H, m_t, PER, PER)
-        _copy(p_g + i_t * (H * G), p_ring_g + i_last * (H * G), m_t, PER * G, PER * G)
+        copy(p_k + i_t * (Hk * K), p_ring_k + i_last * (Hk * K), m_t & (i_h % GROUP == 0), K, K)
+        copy(p_v + i_t * (H * V), p_ring_v + i_last * (H * V), m_t, PER * V, VP)
+        copy(p_beta + i_t * H, p_ring_beta + i_last * H, m_t, PER, PER)
+        copy(p_g + i_t * (H * G), p_ring_g + i_last * (H * G), m_t, PER * G, PER * G)
 
     # M as [column, head, row], a column a thread: sums over rows stay in it. Rows in use are zero behind their last
     o_m = tl.max_contiguous(o_l, 1)
@@ -456,10 +461,10 @@ def delta_window(
             b_gs = tl.where((o_l <= i_last)[:, None], b_gs, 0.0)
             b_next = load_scalars(p_ring_g + H, p_g, i_row - 1, H, H, o_l, o_g, i_n)
             b_next = tl.where((o_l < i_last)[:, None], b_next, 0.0)
-            b_after = exp(tl.cumsum(b_next, axis=0, reverse=True)) * _column(b_norm)
+            b_after = exp(tl.cumsum(b_next, axis=0, reverse=True)) * column(b_norm)
             # the products are symmetric: a column is a row
-            b_a = _column(tl.sum(tl.where(m_last[None, :], b_dots, 0.0), axis=1)) * b_after
-            b_b = _column(tl.sum(tl.where(m_q[None, :], b_dots, 0.0), axis=1)) * b_after
+            b_a = column(tl.sum(tl.where(m_last[None, :], b_dots, 0.0), axis=1)) * b_after
+            b_b = column(tl.sum(tl.where(m_q[None, :], b_dots, 0.0), axis=1)) * b_after
         b_beta = tl.load(p_beta + i_t * H + o_g).to(tl.float32)[None, :]
         b_a *= tl.sum(tl.where(m_last, b_norm, 0.0), axis=0) * b_beta
         b_a = tl.where((o_l < i_last)[:, None], b_a, 0.0)
@@ -474,7 +479,7 @@ def delta_window(
             b_c = tl.sum(tl.trans(b_b)[None, :, :] * b_m, axis=2)
             b_c += tl.sum(tl.where(m_last[:, None], b_b, 0.0), axis=0)[None, :] * b_new
             tl.store(p_c + i_head * L + o_c, b_c, mask=m_l)
-            b_cx = b_c * _column(b_norm)
+            b_cx = b_c * column(b_norm)
             if CHANNEL:
                 b_cx = tl.reshape(b_cx, [LP])
                 b_last = b_query * b_scale - b_token * tl.sum(tl.where(m_last, b_cx, 0.0), axis=0)
@@ -487,9 +492,9 @@ def delta_window(
                 b_k = load_keys(p_ring_k, p_k, p_q + i_t * (Hk * K), i_row, i_n, Hk * K, o_l, K)
                 b_from = exp(tl.cumsum(b_gs, axis=0))  # of the query's row, whose log-decay is zero, e^G_t
                 b_theta = weighted_sums(b_k, b_from * tl.where(m_q[:, None], b_scale, -b_cx), ISA)
-            b_factor = _store_theta(
-                b_theta, p_theta + i_head * K, K, o_g < PER, p_columns + i_h * K, K,
-                K, BALANCED, ROTATE, HALF, ISA,
+            b_factor = store_theta(
+                b_theta, p_theta + i_head * K, o_g * K, o_g < PER, p_columns + i_h * K, o_g * K,
+                BALANCED, ROTATE, HALF, ISA,
             )  # fmt: skip
             tl.store(p_gain + i_head + o_g, b_factor, mask=o_g < tl.where(m_t, PER, 0))
         elif CHANNEL:
@@ -499,7 +504,7 @@ def delta_window(
         else:
             tl.store(p_top + i_b * H + i_h + o_g, tl.zeros([PER], tl.int32))
             tl.store(p_c + i_head * L + o_c, b_after, mask=m_l)
-            tl.store(p_start + (i_b * H + i_h) * L + o_c, exp(tl.cumsum(b_gs, axis=0)) * _column(b_norm), mask=m_l)
+            tl.store(p_start + (i_b * H + i_h) * L + o_c, exp(tl.cumsum(b_gs, axis=0)) * column(b_norm), mask=m_l)
             tl.store(p_gain + i_head + o_g, exp(tl.sum(b_gs, axis=0)))
         if T > 1:
             b_m = tl.where(m_last[None, None, :], b_new[:, :, None], b_m)
