@@ -2,8 +2,9 @@
 
 ``step`` is plan, window, readout, fold: the arithmetic of ``kernels.step.step``, on the same DecodeState in place.
 Where replay does not pay, at small batches, it can be one launch of the standard kernel instead (kernels/paths.py).
-``verify`` takes drafts too, as kernels/speculative.py's: plan, window and fold of the rows that close their window,
-then window and readout of all other tokens, several queries a row from one reading of the copy.
+``verify`` takes drafts too, as kernels/speculative.py's, several queries a row from one reading of the copy: plan,
+window, and the fold of rows that close their window beside the readout of all others; then, of the rows that closed,
+window and readout of their drafts.
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ def unsupported_layer(spec: LayerSpec, policy: StatePolicy) -> str | None:
 @dataclass(frozen=True)
 class Workspace:
     """What the launches of a step hand on, for up to ``batch`` rows of ``tokens`` each; kept between steps under CUDA
-    graphs. ``row`` and ``used`` are orders of the plan (kernels/window/triton.py), ``closing`` and ``none`` those for
-    the rows that a verification flushes, ``verified`` how many of their tokens rows verified, ``done`` zeros that the
-    standard kernel counts in."""
+    graphs. ``row`` and ``used`` are orders of the plan (kernels/window/triton.py), ``later_row`` and ``later_used``
+    those for the drafts of rows that a verification flushes, ``verified`` how many of their tokens rows verified,
+    ``done`` zeros that the standard kernel counts in."""
 
     row: Tensor
     used: Tensor
-    closing: Tensor
-    none: Tensor
+    later_row: Tensor
+    later_used: Tensor
     verified: Tensor
     flushing: Tensor
     done: Tensor
@@ -98,7 +99,7 @@ class Workspace:
         return cls(
             **{
                 name: empty(batch, dtype=torch.int32)
-                for name in ("row", "used", "closing", "none", "verified", "flushing")
+                for name in ("row", "used", "later_row", "later_used", "verified", "flushing")
             },
             done=torch.zeros(batch, dtype=torch.int32, device=device),
             count=torch.zeros(1, dtype=torch.int32, device=device),
@@ -210,18 +211,26 @@ def verify(
         mixing_of(state)
     run(
         verify_plan_kernel, (1,), find_launch("plan", "", 0, 0, isa_of(slots.device), batch),
-        slots, state.cursor, w.closing, w.row, w.none, w.used, w.verified, w.flushing, w.count,
+        slots, state.cursor, w.row, w.used, w.later_row, w.later_used, w.verified, w.flushing, w.count,
         state.cursor.stride(0), batch, inputs.tokens,
         L=state.policy.window, BP=min(1024, triton.next_power_of_2(batch)), EARLY=early,
     )  # fmt: skip
-    window(state, inputs, slots, w, row=w.closing, used=w.none)
-    fold(state, inputs, slots, w, out, row=w.closing, skip=skip, gate=gate)
-    renew_folded(state, slots, w)
+
+    def read(row: Tensor, used: Tensor, rows: tuple[Tensor, Tensor] | None = None) -> None:
+        readout(
+            state.read_source, state.ring["v"], w.theta[:batch], w.gain[:batch], w.c[:batch], slots, used, out,
+            row=row, rows=rows, skip=skip, gate=gate,
+        )  # fmt: skip
+
     window(state, inputs, slots, w)
-    readout(
-        state.read_source, state.ring["v"], w.theta[:batch], w.gain[:batch], w.c[:batch], slots, w.used, out,
-        row=w.row, skip=skip, gate=gate,
-    )  # fmt: skip
+    with _beside(slots.device) as join:
+        fold(state, inputs, slots, w, out, skip=skip, gate=gate)
+        renew_folded(state, slots, w)
+    read(w.row, w.used)
+    join()
+    if inputs.tokens > 1:  # the drafts of the rows that closed, for which rings and copies had to be made first
+        window(state, inputs, slots, w, row=w.later_row, used=w.later_used)
+        read(w.later_row, w.later_used, (w.flushing, w.count))
     return out, w.verified[:batch]
 
 
@@ -324,9 +333,9 @@ def window(
 
 def fold(
     state: DecodeState, inputs: TokenInputs, slots: Tensor, w: Workspace, out: Tensor,
-    *, row: Tensor | None = None, skip: tuple[Tensor, Tensor] | None = None, gate: Tensor | None = None,
+    *, skip: tuple[Tensor, Tensor] | None = None, gate: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Fold, and write the first outputs of, the rows that flush, with their rings up to ``row``."""
+    """Fold, and write the first outputs of, the rows that flush, with their rings up to the orders' row."""
     spec, ring = state.spec, state.ring
     isa = isa_of(slots.device)
     channel = spec.rules.decay == "channel"
@@ -340,7 +349,7 @@ def fold(
     run(
         fold_kernel, (min(launch.programs, items),), launch,
         state.checkpoint.codes, ring["k"], ring["v"], g, w.c, w.start, w.gain, t["q"], mix,
-        slots, w.flushing, w.count, w.row if row is None else row, x, d, out if gate is None else gate, out,
+        slots, w.flushing, w.count, w.row, x, d, out if gate is None else gate, out,
         w.top, w.status,
         slot_stride(state.checkpoint.codes, "checkpoint"),
         slot_stride(ring["k"], "ring k"), slot_stride(ring["v"], "ring v"), slot_stride(g, "ring g"),

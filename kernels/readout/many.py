@@ -47,22 +47,16 @@ def _two_rows(b_x, b_y, I: tl.constexpr):
 
 
 @triton.jit
-def readout_many_kernel(
-    p_codes, p_row, p_block, p_total,  # the read copy: codes as int64, scales
-    p_v,  # ring [slots, L, H, V]
-    p_theta, p_gain, p_c,  # as int64: [B, T, H / SHARED, K] float32, or float16 in pair order where HALF; [B, T, H]; …
-    p_slots, p_used,  # [B] int32: slot of each row; ring rows it reads, 0 for rows that are not read
-    p_first,  # [B] int32: ring row of the first query, −1 where that has its output already
-    p_x, p_d, p_gate,  # [B, T, H, V] inputs of the skip, [H], [B, T, H, V]
-    p_y,  # [B, T, H, V]
-    s_codes, s_row, s_block, s_total, s_v,  # slot strides in elements
+def _read_row(
+    i_b, i_used,
+    p_codes, p_row, p_block, p_total, p_v, p_theta, p_gain, p_c, p_slots, p_first, p_x, p_d, p_gate, p_y,
+    s_codes, s_row, s_block, s_total, s_v,
     H: tl.constexpr, V: tl.constexpr, K: tl.constexpr, L: tl.constexpr, T: tl.constexpr,
     M: tl.constexpr, WARPS: tl.constexpr,
     SHARED: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, VALUE_PARTS: tl.constexpr,
     SKIP: tl.constexpr, GATE: tl.constexpr, SOME: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
-    """Grid (H · V tiles, B). Each warp takes M times sixteen rows of the state of one head. C: [B, T, H, L];
-    VALUE_PARTS: bfloat16 parts of a value of the ring; SHARED: heads that share one Θ (Mamba-2's groups)."""
+    """The outputs of batch row i_b and one tile of V; arguments as the kernel's."""
     R: tl.constexpr = 16 * M * WARPS
     TILES: tl.constexpr = (V + R - 1) // R
     PIECES: tl.constexpr = K * BITS // 128  # of sixteen bytes, in a row
@@ -71,10 +65,6 @@ def readout_many_kernel(
     PARTS: tl.constexpr = 3 if FORMAT == "fp32" else 2 if FORMAT == "fp16" else 1
     PAIRS: tl.constexpr = 64 // BITS
     BLOCKS: tl.constexpr = K // (16 if FORMAT == "nvfp4" else 32)
-    i_b = tl.program_id(1)
-    i_used = tl.load(p_used + i_b)
-    if i_used <= 0:
-        return
     i_h = tl.program_id(0) // TILES
     i_slot = tl.load(p_slots + i_b).to(tl.int64)
     o_thread = thread_index(32 * WARPS, ISA)
@@ -195,3 +185,47 @@ def readout_many_kernel(
                     b_z = tl.load(p_gate + o_y + (16 * i_m + i_c // 2 * 8), mask=m_y, other=0.0).to(tl.float32)
                     b_y *= b_z / (1.0 + tl.exp(-b_z))
                 tl.store(p_y + o_y + (16 * i_m + i_c // 2 * 8), b_y.to(p_y.dtype.element_ty), mask=m_y)
+
+
+@triton.jit
+def readout_many_kernel(
+    p_codes, p_row, p_block, p_total,  # the read copy: codes as int64, scales
+    p_v,  # ring [slots, L, H, V]
+    p_theta, p_gain, p_c,  # as int64: [B, T, H / SHARED, K] float32, or float16 in pair order where HALF; [B, T, H]; …
+    p_slots, p_used,  # [B] int32: slot of each row; ring rows it reads, 0 for rows that are not read
+    p_list, p_count,  # int32 [B], [1]: the batch rows to look at, where LIST; else all
+    p_first,  # [B] int32: ring row of the first query, −1 where that has its output already
+    p_x, p_d, p_gate,  # [B, T, H, V] inputs of the skip, [H], [B, T, H, V]
+    p_y,  # [B, T, H, V]
+    s_codes, s_row, s_block, s_total, s_v,  # slot strides in elements
+    H: tl.constexpr, V: tl.constexpr, K: tl.constexpr, L: tl.constexpr, T: tl.constexpr,
+    M: tl.constexpr, WARPS: tl.constexpr,
+    SHARED: tl.constexpr, FORMAT: tl.constexpr, BITS: tl.constexpr, HALF: tl.constexpr, VALUE_PARTS: tl.constexpr,
+    SKIP: tl.constexpr, GATE: tl.constexpr, SOME: tl.constexpr, LIST: tl.constexpr, ISA: tl.constexpr,
+):  # fmt: skip
+    """Grid (H · V tiles, B), or fewer that take the rows of a list in turns. Each warp takes M times sixteen rows of
+    the state of one head. C: [B, T, H, L]; VALUE_PARTS: bfloat16 parts of a value of the ring; SHARED: heads that share
+    one Θ (Mamba-2's groups)."""
+    if LIST:
+        for i in range(tl.program_id(1), tl.load(p_count), tl.num_programs(1)):
+            i_b = tl.load(p_list + i)
+            i_used = tl.load(p_used + i_b)
+            if i_used > 0:
+                _read_row(
+                    i_b, i_used,
+                    p_codes, p_row, p_block, p_total, p_v, p_theta, p_gain, p_c, p_slots, p_first,
+                    p_x, p_d, p_gate, p_y,
+                    s_codes, s_row, s_block, s_total, s_v,
+                    H, V, K, L, T, M, WARPS, SHARED, FORMAT, BITS, HALF, VALUE_PARTS, SKIP, GATE, SOME, ISA,
+                )  # fmt: skip
+    else:
+        i_b = tl.program_id(1)
+        i_used = tl.load(p_used + i_b)
+        if i_used <= 0:
+            return
+        _read_row(
+            i_b, i_used,
+            p_codes, p_row, p_block, p_total, p_v, p_theta, p_gain, p_c, p_slots, p_first, p_x, p_d, p_gate, p_y,
+            s_codes, s_row, s_block, s_total, s_v,
+            H, V, K, L, T, M, WARPS, SHARED, FORMAT, BITS, HALF, VALUE_PARTS, SKIP, GATE, SOME, ISA,
+        )  # fmt: skip

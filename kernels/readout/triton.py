@@ -122,6 +122,10 @@ def readout_kernel(
     tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_y)
 
 
+LISTED_PROGRAMS = 132 * 16
+"""Programs of a readout of listed rows, at most: what a large GPU holds at a time."""
+
+
 def single_by_products(source: EncodedState, isa: int) -> bool:
     """Whether single queries of ``source``, too, take the tensor cores' kernel, which decodes two codes at a time and
     wants them in words. A step without a flush of FP8 and 256 rows of Nemotron-3-Super takes 111 µs on an H200, and
@@ -140,6 +144,7 @@ def readout(
     out: Tensor,
     *,
     row: Tensor | None = None,
+    rows: tuple[Tensor, Tensor] | None = None,
     skip: tuple[Tensor, Tensor] | None = None,
     gate: Tensor | None = None,
 ) -> None:
@@ -152,6 +157,8 @@ def readout(
         gain: [B, T, H] float32; Θ of a head is gain · theta. ``c``: [B, T, H, L] float32.
         slots, used: [B] int32. ``row``: [B] int32, where rows have different numbers of queries: the ring row of the
             first query; those at a negative row, or from ``used`` on, are left alone.
+        rows: of several queries, a list of batch rows and how many of them count, int32 [B] and [1]; all by default.
+            For few rows: then most programs have nothing to do, and a list has few programs.
         skip: (x [B, T, H, V], D [H]): adds D·x. ``gate`` [B, T, H, V]: multiplies by silu(gate), last.
     """
     batch, queries, heads, value_dim = out.shape
@@ -166,21 +173,24 @@ def readout(
         launch = find_launch(op, source.format, value_dim, key_dim, isa, batch)
         warps = min(launch.warps, launch.rows // 16, triton.next_power_of_2(triton.cdiv(value_dim, 16)))
         tiles = min(launch.rows // (16 * warps), triton.cdiv(value_dim, 16 * warps))  # of sixteen rows, of each warp
+        grid = (heads * triton.cdiv(value_dim, 16 * tiles * warps), batch)
+        listed, count = (slots, slots) if rows is None else rows
+        if rows is not None:
+            grid = (grid[0], max(1, min(batch, LISTED_PROGRAMS // grid[0])))
         run(
-            readout_many_kernel, (heads * triton.cdiv(value_dim, 16 * tiles * warps), batch), launch,
+            readout_many_kernel, grid, launch,
             views.codes, views.row, views.block, views.total, ring_v, theta.view(torch.int64), gain, c,
-            slots, used, used if row is None else row, x, d, out if gate is None else gate, out,
+            slots, used, listed, count, used if row is None else row, x, d, out if gate is None else gate, out,
             views.codes_stride, views.row_stride, views.block_stride, views.total_stride, slot_stride(ring_v, "ring v"),
             H=heads, V=value_dim, K=key_dim, L=window, T=queries, M=tiles, WARPS=warps,
             SHARED=heads // theta.shape[2], FORMAT=source.format, BITS=FORMATS[source.format].bits, HALF=half,
             VALUE_PARTS=VALUE_PARTS[ring_v.dtype], SKIP=skip is not None, GATE=gate is not None,
-            SOME=row is not None, ISA=isa, num_warps=warps,
+            SOME=row is not None, LIST=rows is not None, ISA=isa, num_warps=warps,
         )  # fmt: skip
         return
     launch = find_launch("readout", source.format, value_dim, key_dim, isa, batch)
-    grid = (batch * heads * triton.cdiv(value_dim, launch.rows),)
     run(
-        readout_kernel, grid, launch,
+        readout_kernel, (batch * heads * triton.cdiv(value_dim, launch.rows),), launch,
         views.codes, views.row, views.block, views.total, ring_v,
         theta.view(views.codes.dtype) if half else theta, gain, c, slots, used, used if row is None else row,
         x, d, out if gate is None else gate, out,

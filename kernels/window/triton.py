@@ -60,12 +60,13 @@ def plan_kernel(
 
 @triton.jit
 def verify_plan_kernel(
-    p_slots, p_cursor, p_close, p_row, p_none, p_used, p_tokens, p_list, p_count, s_cursor,
+    p_slots, p_cursor, p_row, p_used, p_later_row, p_later_used, p_tokens, p_list, p_count, s_cursor,
     B, T, L: tl.constexpr, BP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program, for a certain token and T − 1 drafts a row, as kernels/speculative.py's ``plan``: first the rows
-    that close their window with the certain token (``close``, ``list``, ``count``), then what all others of a row's
-    verified ``tokens`` [B] read (``row``, ``used``). A closing row's cursor becomes −1, the others stay."""
+    """One program, for a certain token and T − 1 drafts a row, as kernels/speculative.py's ``plan``. First orders
+    (``row``, ``used``): rows that close their window with the certain token (``list``, ``count``) flush, the others
+    read all that is verified of them (``tokens`` [B]). Later ones: the drafts of the rows that closed, in their fresh
+    rings. A closing row's cursor becomes −1, the others stay."""
     i_count = 0
     for i_b in range(0, B, BP):
         o_b = i_b + tl.arange(0, BP)
@@ -83,15 +84,14 @@ def verify_plan_kernel(
             m_close = m_live & (m_stale | (i_cursor + 1 >= L))
             b_tokens = tl.minimum(tl.where(m_close, L, L - 1 - i_cursor), T)
         b_tokens = tl.where(m_live, b_tokens, 0)
-        i_row = tl.where(m_close, -1, i_cursor)
-        b_used = i_row + b_tokens
-        m_read = m_live & (b_used > 0)
-        tl.store(p_close + o_b, tl.where(m_close, i_cursor, NOTHING), mask=m_b)
-        tl.store(p_none + o_b, tl.zeros([BP], tl.int32), mask=m_b)
-        tl.store(p_row + o_b, tl.where(m_read, i_row, NOTHING), mask=m_b)
-        tl.store(p_used + o_b, tl.where(m_read, b_used, 0), mask=m_b)
+        m_first = m_close | (m_live & (b_tokens > 0))
+        m_later = m_close & (b_tokens > 1)
+        tl.store(p_row + o_b, tl.where(m_first, i_cursor, NOTHING), mask=m_b)
+        tl.store(p_used + o_b, tl.where(m_first & (m_close == 0), i_cursor + b_tokens, 0), mask=m_b)
+        tl.store(p_later_row + o_b, tl.where(m_later, -1, NOTHING), mask=m_b)
+        tl.store(p_later_used + o_b, tl.where(m_later, b_tokens - 1, 0), mask=m_b)
         tl.store(p_tokens + o_b, b_tokens, mask=m_b)
-        tl.store(p_c, i_row, mask=m_close)
+        tl.store(p_c, tl.zeros([BP], tl.int32) - 1, mask=m_close)
         b_close = m_close.to(tl.int32)
         tl.store(p_list + i_count + tl.cumsum(b_close, axis=0) - 1, o_b, mask=m_close)
         i_count += tl.sum(b_close, axis=0)
