@@ -234,7 +234,7 @@ def _problems(
     if spills:
         yield f"{spills} spill instructions"
     if target.isa >= BLACKWELL and policy.read in ("nvfp4", "mxfp4"):
-        if name in ("readout_kernel", "readout_many_kernel") and not counts["fp4_unpack"]:
+        if name in ("readout_pairs_kernel", "readout_kernel", "readout_many_kernel") and not counts["fp4_unpack"]:
             yield "no hardware conversion from E2M1"
         if name == "renew_kernel" and not counts["fp4_pack"]:
             yield "no hardware conversion to E2M1"

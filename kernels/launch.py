@@ -43,10 +43,9 @@ class Entry:
 
 
 TABLE: tuple[Entry, ...] = (
-    # a head of Mamba-2 (64 × 128) is 4 KB of codes; 128 of them per thread spread what a program does but once
-    Entry(Launch(rows=128, warps=2), "readout", "nvfp4", value_dim=128),
-    Entry(Launch(rows=64, warps=2), "readout", "nvfp4"),
-    Entry(Launch(rows=64, warps=2), "readout", "mxfp4"),
+    # of 4-bit copies rows of all heads, 32 for each warp or a multiple: quads of rows that a thread takes part in
+    Entry(Launch(rows=128, warps=2), "readout", "nvfp4"),
+    Entry(Launch(rows=128, warps=2), "readout", "mxfp4"),
     Entry(Launch(rows=32, warps=4), "readout", "fp32"),
     *(Entry(Launch(rows=64, warps=2), "readout", f) for f in ("fp8_e4m3", "mxfp8", "int8")),
     Entry(Launch(rows=32, warps=4), "readout"),

@@ -173,7 +173,9 @@ def _beside(device: torch.device) -> Iterator[Callable[[], None]]:
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         yield lambda: None
         return
-    here, side = torch.cuda.current_stream(device), _side_streams.setdefault(device, torch.cuda.Stream(device))
+    if device not in _side_streams:
+        _side_streams[device] = torch.cuda.Stream(device, priority=-1)  # before the readout's many programs
+    here, side = torch.cuda.current_stream(device), _side_streams[device]
     side.wait_stream(here)
     with torch.cuda.stream(side):
         yield lambda: here.wait_stream(side)

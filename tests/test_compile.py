@@ -43,7 +43,7 @@ def test_every_kernel_compiles_without_spills(report):
     code, found, _ = report
     assert code == 0 and not found["problems"], [k for k in found["kernels"] if k["problems"]]
     of_a_step = {"plan_kernel", "verify_plan_kernel", "mamba2_window", "fold_kernel"}
-    of_a_step |= {"readout_kernel", "readout_many_kernel", "accept_kernel"}
+    of_a_step |= {"readout_pairs_kernel", "readout_many_kernel", "accept_kernel"}
     of_the_standard = {"standard_kernel", "snapshots_kernel", "renew_kernel"}
     of_a_scan = {"window_terms", "carry_kernel", "read_kernel"}
     assert {k["kernel"] for k in found["kernels"]} == of_a_step | of_the_standard | of_a_scan

@@ -61,24 +61,26 @@ def _low_bytes(b_x, ISA: tl.constexpr):
 
 
 @triton.jit
-def _eight(b_w, ISA: tl.constexpr):
+def _eight(b_w, b_signs, ISA: tl.constexpr):
     """Eight codes in an int32 to four f16x2 words."""
-    b_even = ((b_w << 4) & -0x7F7F7F80) | ((b_w << 1) & 0x0E0E0E0E)  # 0x80808080 as an int32
-    b_odd = (b_w & -0x7F7F7F80) | ((b_w >> 3) & 0x0E0E0E0E)
+    b_even = ((b_w << 4) & b_signs) | ((b_w << 1) & 0x0E0E0E0E)
+    b_odd = (b_w & b_signs) | ((b_w >> 3) & 0x0E0E0E0E)
     return _low_bytes(b_even, ISA), b_even & -0xFF0100, _low_bytes(b_odd, ISA), b_odd & -0xFF0100
 
 
 @triton.jit
-def block_pairs(b_block, ISA: tl.constexpr):
-    """Blocks of 16 codes (int64) to eight int32 tensors of f16x2 pairs."""
+def block_pairs(b_block, ISA: tl.constexpr, b_zero=0):
+    """Blocks of 16 codes (int64) to eight int32 tensors of f16x2 pairs. ``b_zero``: a zero that has to be known first
+    (operand.begin_loads)."""
     if ISA >= 100:
         return tl.inline_asm_elementwise(
             PAIRS_PTX, "=r,=r,=r,=r,=r,=r,=r,=r,l", [b_block],
             (tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32), True, 1,
         )  # fmt: skip
     else:
-        b_0, b_1, b_2, b_3 = _eight(b_block.to(tl.int32), ISA)
-        b_4, b_5, b_6, b_7 = _eight((b_block >> 32).to(tl.int32), ISA)
+        b_signs = b_zero | -0x7F7F7F80  # 0x80808080 as an int32
+        b_0, b_1, b_2, b_3 = _eight(b_block.to(tl.int32), b_signs, ISA)
+        b_4, b_5, b_6, b_7 = _eight((b_block >> 32).to(tl.int32), b_signs, ISA)
         return b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7
 
 

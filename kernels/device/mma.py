@@ -38,6 +38,15 @@ def thread_index(THREADS: tl.constexpr, ISA: tl.constexpr):
 
 
 @triton.jit
+def below(o_x, N: tl.constexpr, ALWAYS: tl.constexpr):
+    """o_x < N, for the compiler where it is ALWAYS so."""
+    if ALWAYS:
+        return tl.full(o_x.shape, 1, tl.int1)
+    else:
+        return o_x < N
+
+
+@triton.jit
 def half_floats(b_w):
     """The two float16 of words as float32."""
     b_x = (b_w & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)

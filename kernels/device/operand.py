@@ -17,6 +17,19 @@ from .mma import bf16_pair, half_floats, pair_parts, scaled_pair
 from .targets import tl, triton
 
 
+BARRIER_PTX = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, 0, 0; bar.red.popc.u32 $0, 0, p; }")
+
+
+@triton.jit
+def begin_loads(ISA: tl.constexpr):
+    """Zero, an int32, that is known only when all loads above are under way: make what comes first after them depend on
+    it. Else ptxas puts each load near its use, to save registers, and a warp waits for memory several times."""
+    if ISA >= 90:
+        return tl.inline_asm_elementwise(BARRIER_PTX, "=r", [], tl.int32, False, 1)
+    else:
+        return 0
+
+
 @triton.jit
 def load_words(p, m):
     """Two int64 in a row for each thread, by one load where they are aligned."""

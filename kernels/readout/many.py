@@ -10,18 +10,9 @@ product too, with the values as rows.
 # (tuples that grow in a loop that the compiler unrolls)
 from __future__ import annotations
 
-from ..device.mma import mma, mma_parts, pair_parts, thread_index
+from ..device.mma import below, mma, mma_parts, pair_parts, thread_index
 from ..device.operand import block_scales, decoded, load_words, row_unit, theta_operand
 from ..device.targets import tl, triton
-
-
-@triton.jit
-def _below(o_x, N: tl.constexpr, ALWAYS: tl.constexpr):
-    """o_x < N, for the compiler where it is ALWAYS so."""
-    if ALWAYS:
-        return tl.full(o_x.shape, 1, tl.int1)
-    else:
-        return o_x < N
 
 
 @triton.jit
@@ -78,9 +69,9 @@ def _read_row(
 
     m_rows, m_pieces = (), ()
     for i_r in tl.static_range(2 * M):
-        m_rows = m_rows + (_below(o_v + 8 * i_r, V, V % R == 0),)
+        m_rows = m_rows + (below(o_v + 8 * i_r, V, V % R == 0),)
     for i_piece in tl.static_range(LOADS):
-        m_pieces = m_pieces + (_below(o_quad + i_piece * 4, PIECES, PIECES % 4 == 0),)
+        m_pieces = m_pieces + (below(o_quad + i_piece * 4, PIECES, PIECES % 4 == 0),)
 
     # what comes from memory first: codes and scales, values of the ring
     b_words, b_scales, b_units, b_tops = (), (), (), ()
@@ -114,13 +105,13 @@ def _read_row(
     b_zero = tl.zeros([32 * WARPS], tl.float32)
     for i_n in tl.static_range((T + 7) // 8):
         o_t = i_n * 8 + o_group
-        m_t = _below(o_t, T, T % 8 == 0)
+        m_t = below(o_t, T, T % 8 == 0)
         i_bt = (i_b * T + o_t).to(tl.int64)
         p_q = p_theta + (i_bt * (H // SHARED) + i_h // SHARED) * (K // 4 if HALF else K // 2)
         m_us, b_gains = (), ()
         for i_c in tl.static_range(2):
             o_u = i_n * 8 + o_quad * 2 + i_c
-            m_u = _below(o_u, T, T % 8 == 0)
+            m_u = below(o_u, T, T % 8 == 0)
             b_gains = b_gains + (tl.load(p_gain + (i_b * T + o_u) * H + i_h, mask=m_u, other=0.0) * b_total,)
             if SOME:
                 m_u &= (i_row + o_u >= 0) & (i_row + o_u < i_used)

@@ -1,7 +1,7 @@
-"""The readout kernel: y = Q(S₀)·Θ + Vᵀ·C for every family and read format; of several queries, ``many``.
+"""The readout: y = Q(S₀)·Θ + Vᵀ·C for every family and read format.
 
-One program reads one tile of value rows of one head. Bytes per state element: 0.5625 for nvfp4, of which the codes come
-as one 8-byte load per block of 16.
+Here one query by plain FP32 arithmetic; one program reads one tile of value rows of one head. 4-bit copies with a Θ in
+float16 go to ``pairs``, several queries and 8-bit copies to ``many``.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from torch import Tensor
 
 from ...quant.encoded import EncodedState
 from ...quant.formats import FORMATS
-from ..device.codec import over_blocks
 from ..device.dot import weighted_rows
-from ..device.fp4 import UNIT_CONVERTED, UNIT_MOVED, block_pairs, pairs_dot
 from ..device.targets import tl, triton
 from ..device.tile import load_block_scales, load_e2m1, load_plain
 from ..device.views import has_words, kernel_views, slot_stride
 from ..launch import find_launch, isa_of, run
 from .many import readout_many_kernel
+from .pairs import readout_pairs_kernel
 
 VALUE_PARTS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 """How many bfloat16 parts a number of the ring has."""
@@ -38,9 +37,9 @@ def _dot_theta(b_x, b_theta, b_scale, BLOCK: tl.constexpr):
 
 @triton.jit
 def readout_kernel(
-    p_codes, p_row, p_block, p_total,  # the read copy: codes (int64 where HALF), scales
+    p_codes, p_row, p_block, p_total,  # the read copy: codes, scales
     p_v,  # ring [slots, L, H, V]
-    p_theta, p_gain, p_c,  # [B, H / SHARED, K] float32, or float16 in pair order where HALF; [B, H]; [B, H, L]
+    p_theta, p_gain, p_c,  # [B, H / SHARED, K] float32; [B, H]; [B, H, L]
     p_slots, p_used,  # [B] int32: slot of each row; ring rows it reads, 0 for rows that are not read
     p_first,  # [B] int32, of a verification: the token's ring row, −1 where it has its output already
     p_x, p_d, p_gate,  # [B, H, V] inputs of the skip, [H], [B, H, V]
@@ -48,17 +47,17 @@ def readout_kernel(
     s_codes, s_row, s_block, s_total, s_v,  # slot strides in elements
     H, V,
     K: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr,
-    SHARED: tl.constexpr, FORMAT: tl.constexpr, HALF: tl.constexpr,
-    SKIP: tl.constexpr, GATE: tl.constexpr, SOME: tl.constexpr, ISA: tl.constexpr,
+    SHARED: tl.constexpr, FORMAT: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr, SOME: tl.constexpr,
+    ISA: tl.constexpr,
 ):  # fmt: skip
     """Grid (B · H · V tiles). LP: L padded to a power of two; SHARED: heads that share one Θ (Mamba-2's groups)."""
     o_tiles = tl.cdiv(V, R)
     i_b = tl.program_id(0) // (H * o_tiles)
+    i_slot = tl.load(p_slots + i_b).to(tl.int64)
     i_used = tl.load(p_used + i_b)
     if i_used <= 0:
         return
     i_h = (tl.program_id(0) // o_tiles) % H
-    i_slot = tl.load(p_slots + i_b).to(tl.int64)
     o_v = (tl.program_id(0) % o_tiles) * R + tl.arange(0, R)
     m_v = o_v < V
     o_rows = i_h * V + o_v
@@ -70,14 +69,7 @@ def readout_kernel(
     b_scale = tl.full([R, 1], 1.0, tl.float32)
     if BLOCK:
         b_scale = load_block_scales(p_block, o_rows, m_v, K // BLOCK, FORMAT)
-    if HALF:
-        N: tl.constexpr = K // 16
-        o_block = tl.arange(0, N)
-        b_w = tl.load(p_codes + o_rows[:, None] * N + o_block[None, :], mask=m_v[:, None], other=0)
-        b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7 = block_pairs(b_w, ISA)
-        if BLOCK == 32:
-            b_scale = over_blocks(b_scale, 2)
-    elif FORMAT == "nvfp4" or FORMAT == "mxfp4":
+    if FORMAT == "nvfp4" or FORMAT == "mxfp4":
         b_s = load_e2m1(p_codes, o_rows, m_v, K)
     else:
         b_s = load_plain(p_codes, o_rows, m_v, K, FORMAT, ISA)
@@ -86,8 +78,6 @@ def readout_kernel(
         b_unit *= tl.load(p_total + i_slot * s_total + i_h)
     elif FORMAT == "fp8_e4m3" or FORMAT == "int8":
         b_unit = tl.load(p_row + o_rows, mask=m_v, other=0.0)
-    if HALF:
-        b_unit *= UNIT_CONVERTED if ISA >= 100 else UNIT_MOVED
 
     o_l = tl.arange(0, LP)
     # rows from used on are never loaded: they may hold anything, NaN too
@@ -96,16 +86,8 @@ def readout_kernel(
     b_v = tl.load(p_v + o_ring + o_l[:, None] * (H * V) + o_v[None, :], mask=m_l[:, None] & m_v[None, :], other=0.0)
 
     i_head = i_b * H + i_h
-    p_q = p_theta + (i_b * (H // SHARED) + i_h // SHARED).to(tl.int64) * (K // 4 if HALF else K)
-    if HALF:
-        b_qa = tl.load(p_q + o_block * 4)[None, :]
-        b_qb = tl.load(p_q + o_block * 4 + 1)[None, :]
-        b_qc = tl.load(p_q + o_block * 4 + 2)[None, :]
-        b_qd = tl.load(p_q + o_block * 4 + 3)[None, :]
-        b_dot = pairs_dot(b_0, b_1, b_2, b_3, b_4, b_5, b_6, b_7, b_qa, b_qb, b_qc, b_qd, ISA)
-        b_y = tl.sum(b_dot * b_scale, axis=1)
-    else:
-        b_y = _dot_theta(b_s, tl.load(p_q + tl.arange(0, K)), b_scale, BLOCK)
+    p_q = p_theta + (i_b * (H // SHARED) + i_h // SHARED).to(tl.int64) * K
+    b_y = _dot_theta(b_s, tl.load(p_q + tl.arange(0, K)), b_scale, BLOCK)
     b_y *= b_unit * tl.load(p_gain + i_head)
     b_c = tl.load(p_c + i_head.to(tl.int64) * L + o_l, mask=m_l, other=0.0)
     b_y += weighted_rows(b_v, b_c, ISA)
@@ -189,14 +171,26 @@ def readout(
         )  # fmt: skip
         return
     launch = find_launch("readout", source.format, value_dim, key_dim, isa, batch)
+    if half:
+        tile = 8 * launch.warps * (quads := max(1, launch.rows // (32 * launch.warps)))
+        run(
+            readout_pairs_kernel, (batch * triton.cdiv(heads * triton.cdiv(value_dim, 4), tile),), launch,
+            views.codes, views.block, views.total, ring_v, theta.view(torch.int64), gain, c,
+            slots, used, used if row is None else row, x, d, out if gate is None else gate, out,
+            views.codes_stride, views.block_stride, views.total_stride, slot_stride(ring_v, "ring v"),
+            H=heads, V=value_dim, K=key_dim, L=window, M=quads, WARPS=launch.warps,
+            SHARED=heads // theta.shape[2], FORMAT=source.format, SKIP=skip is not None, GATE=gate is not None,
+            SOME=row is not None, ISA=isa,
+        )  # fmt: skip
+        return
     run(
         readout_kernel, (batch * heads * triton.cdiv(value_dim, launch.rows),), launch,
         views.codes, views.row, views.block, views.total, ring_v,
-        theta.view(views.codes.dtype) if half else theta, gain, c, slots, used, used if row is None else row,
+        theta, gain, c, slots, used, used if row is None else row,
         x, d, out if gate is None else gate, out,
         views.codes_stride, views.row_stride, views.block_stride, views.total_stride, slot_stride(ring_v, "ring v"),
         heads, value_dim,
         K=key_dim, L=window, LP=max(16, triton.next_power_of_2(window)), R=launch.rows,
-        SHARED=heads // theta.shape[2], FORMAT=source.format, HALF=half, SKIP=skip is not None,
-        GATE=gate is not None, SOME=row is not None, ISA=isa,
+        SHARED=heads // theta.shape[2], FORMAT=source.format, SKIP=skip is not None, GATE=gate is not None,
+        SOME=row is not None, ISA=isa,
     )  # fmt: skip

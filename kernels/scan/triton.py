@@ -279,7 +279,7 @@ def _piece(
     rate = beta if state.decay_rate is None else state.decay_rate
     mamba2, channel = not spec.rules.delta_rule, spec.rules.decay == "channel"
     sizes: dict[str, Any] = {"K": key_dim, "MAMBA2": mamba2, "CHANNEL": channel}
-    prepare = {"NORM": spec.qk_l2norm, "SCALE": spec.query_scale}
+    prepare: dict[str, Any] = {"NORM": spec.qk_l2norm, "SCALE": spec.query_scale}
     strides = tuple(t.stride(i) for t in (q, k, beta, g) for i in (0, 1))
     if length == 1:
         launch = find_launch("scan_token_terms", "", value_dim, key_dim, isa, lanes)
