@@ -20,13 +20,15 @@ ANY = None
 
 @dataclass(frozen=True)
 class Launch:
-    """``rows`` and ``columns`` of a tile of the state; ``programs``: how many persistent programs, at most."""
+    """``rows`` and ``columns`` of a tile of the state; ``programs``: how many persistent programs, at most.
+    ``heads``: a fold's programs take whole heads and renew their copies, too."""
 
     warps: int
     rows: int = 0
     columns: int = 0
     stages: int = 1
     programs: int = 0
+    heads: bool = False
 
 
 @dataclass(frozen=True)
