@@ -10,6 +10,7 @@ import torch
 
 from quantize_state.kernels.device import codec, probe
 from quantize_state.kernels.device.targets import INTERPRET, tl, triton, unavailable
+from quantize_state.kernels.device.views import has_quads
 from quantize_state.quant import scales
 from quantize_state.quant.codec import encode
 from quantize_state.quant.formats import FORMATS
@@ -78,6 +79,8 @@ def test_states(format, rule):
     x = probe.hard_states(format)
     check(x, format, rule)
     check(torch.zeros(1, 16, 32), format, rule)
+    if FORMATS[format].bits == 4:
+        assert not probe.codec_differences(x, format, rule, words=False), "stored by bytes"
 
 
 @pytest.mark.parametrize("format,rule", FORMAT_RULES)
@@ -163,5 +166,14 @@ def test_division_by_a_reciprocal(monkeypatch, off):
     quotients = torch.cat([near, -near, torch.randn(8, generator=rng), torch.tensor([0.0, -0.0])])
     x = multiplier * quotients
     multiplier = multiplier.expand_as(x).contiguous()
-    found = codec.divided(x, multiplier, codec.reciprocal(multiplier, 90), 90)
+    inverse = codec.reciprocal(multiplier, 90)
+    assert torch.equal(inverse, 1 / multiplier)
+    found = codec.divided(x, multiplier, inverse, 90)
     assert torch.equal(probe.as_bytes(found), probe.as_bytes(x / multiplier))
+
+
+def test_what_can_be_read_sixteen_bytes_at_a_time():
+    pool = torch.zeros(4, 2, 8, 32)
+    assert has_quads(pool) and has_quads(torch.zeros(4, 516)[:, :512].unflatten(1, (2, 8, 32)))
+    assert not has_quads(torch.zeros(4, 514)[:, :512].unflatten(1, (2, 8, 32)))
+    assert not has_quads(torch.zeros(4, 516)[:, 2:514].unflatten(1, (2, 8, 32)))

@@ -17,6 +17,7 @@ from quantize_state.kernels import checks, launch, ops, sequence
 from quantize_state.kernels.device.math import inverse_norm
 from quantize_state.kernels.device.targets import INTERPRET, tl, triton, unavailable
 from quantize_state.kernels.device.views import slot_stride
+from quantize_state.kernels.fold.renew import renew
 from quantize_state.kernels.inputs import TokenInputs
 from quantize_state.kernels.launch import Entry, Launch
 from quantize_state.kernels.readout.triton import readout
@@ -397,5 +398,25 @@ def test_a_fold_that_renews_whole_heads(monkeypatch, family, value_dim):
 def test_what_such_a_fold_leaves_to_the_renewal(monkeypatch, policy):
     whole = Launch(rows=16, columns=32, warps=1, programs=5, heads=True)
     monkeypatch.setattr(launch, "TABLE", (Entry(whole, "fold"), *launch.TABLE))
+    calls = []
+    monkeypatch.setattr(sequence, "renew", lambda *a, **k: (calls.append(a), renew(*a, **k)))
     found = checks.check_replay(SPECS["gdn"][0], policy, "cpu", dtype=torch.float32)
     assert all(c.passed for c in found), [str(c) for c in found if not c.passed]
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("programs", [1, 5, 1000])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "fp8_e4m3"])
+def test_tiles_are_shared_out_among_programs(monkeypatch, format, programs):
+    """Whole heads of several tiles, the last one not full; some of the tiles of a head; one tile for each program."""
+    shared = Launch(rows=64, warps=1, programs=programs)
+    monkeypatch.setattr(launch, "TABLE", (Entry(shared, "renew"), *launch.TABLE))
+    spec = replace(SPECS["gdn"][0], value_dim=40)
+    state = DecodeState.allocate(spec, StatePolicy(read=format, window=3), 4)
+    state.checkpoint.codes.copy_(torch.randn(state.checkpoint.codes.shape, generator=torch.Generator().manual_seed(0)))
+    before = {n: as_bytes(t)[3].clone() for n, t in state.copy.tensors().items()}
+    renew(state, torch.tensor([2, -1, 0, 1], dtype=torch.int32))
+    for name, t in encode(state.checkpoint.codes, *state.copy.how).tensors().items():
+        ours = as_bytes(state.copy.tensors()[name])
+        assert torch.equal(ours[:3], as_bytes(t)[:3]), name
+        assert torch.equal(ours[3], before[name]), name
