@@ -34,6 +34,7 @@ from .paths import Path, standard_pays
 from .readout.triton import readout
 from .standard.triton import step as standard_step
 from .step import renew_mix
+from .window.channel_many import channel_window_many
 from .window.many import delta_window_many
 from .window.triton import delta_window, mamba2_window, plan_kernel, verify_plan_kernel
 
@@ -312,11 +313,13 @@ def window(
     if spec.rules.delta_rule:
         mix = mixing_of(state)
         common["VP"] = triton.next_power_of_2(per * spec.value_dim)
-        many = inputs.tokens > 1 and not channel
         warps = launch.warps if channel else max(launch.warps, common["LP"] // 32)  # a column of M for a thread
-        own = {"BK": chunk} if many else {"CHANNEL": channel, "VEC": max(1, spec.key_dim // (32 * launch.warps))}
+        own: dict[str, Any] = {"VEC": max(1, spec.key_dim // (32 * warps))} if channel else {"BK": chunk}
+        kernel = channel_window_many if channel else delta_window_many
+        if inputs.tokens == 1:
+            kernel, own = delta_window, {"CHANNEL": channel, "VEC": max(1, spec.key_dim // (32 * warps))}
         run(
-            delta_window_many if many else delta_window, grid, launch,
+            kernel, grid, launch,
             t["q"], t["k"], t["v"], t["beta"], t["g"], *rings, mix, *orders,
             w.theta, w.gain, w.c, w.start, w.top, columns,
             *token_strides, *ring_strides, slot_stride(mix, "mix"),

@@ -20,7 +20,7 @@ def total(b_x):
 
 
 @triton.jit
-def _row(p_ring, p_token, m_ring, m_k, T: tl.constexpr):
+def load_row(p_ring, p_token, m_ring, m_k, T: tl.constexpr):
     """A row of one head, float32: at p_ring if m_ring, else at p_token. Before the first of T tokens, all are the
     ring's."""
     if T == 1:
@@ -41,7 +41,7 @@ def _halves(b_x, b_y, M: tl.constexpr):
 
 
 @triton.jit
-def _eight_sums(b_x):
+def eight_sums(b_x):
     """The sums [8] of eight [N]: after three exchanges between threads each has an eighth of one vector's."""
     N: tl.constexpr = b_x[0].shape[0]
     b_0 = _halves(b_x[0], b_x[4], N // 2)
@@ -79,8 +79,8 @@ def channel_dots(
         for i in tl.static_range(8):  # all loads before the first of them is waited for
             m_k = o_k < tl.where(i_first >= i, K, 0)
             m_r = tl.zeros(o_k.shape, tl.int32) + (i_first - i) < i_row
-            b_ks = b_ks + (_row(p_rk - i * S_K, p_tk - i * S_K, m_r, m_k, T),)
-            b_gs = b_gs + (_row(p_rg - i * S_G, p_tg - i * S_G, m_r, m_k, T),)
+            b_ks = b_ks + (load_row(p_rk - i * S_K, p_tk - i * S_K, m_r, m_k, T),)
+            b_gs = b_gs + (load_row(p_rg - i * S_G, p_tg - i * S_G, m_r, m_k, T),)
         b_as = ()
         b_bs = ()
         b_ns = ()
@@ -93,10 +93,10 @@ def channel_dots(
                 b_ns = b_ns + (tl.sum(b_ks[i] * b_ks[i], axis=1),)
         m_i = (o_l <= i_first) & (o_l > i_first - 8)
         o_i = (i_first - o_l) & 7
-        b_a = tl.where(m_i, tl.gather(_eight_sums(b_as), o_i, 0), b_a)
-        b_b = tl.where(m_i, tl.gather(_eight_sums(b_bs), o_i, 0), b_b)
+        b_a = tl.where(m_i, tl.gather(eight_sums(b_as), o_i, 0), b_a)
+        b_b = tl.where(m_i, tl.gather(eight_sums(b_bs), o_i, 0), b_b)
         if NORM:
-            b_n = tl.where(m_i, tl.gather(_eight_sums(b_ns), o_i, 0), b_n)
+            b_n = tl.where(m_i, tl.gather(eight_sums(b_ns), o_i, 0), b_n)
     return b_a, b_b, b_n
 
 
@@ -122,8 +122,8 @@ def channel_theta(
         for i in tl.static_range(8):
             m_k = o_k < tl.where(i_8 + i < i_last, K, 0)
             m_r = tl.zeros(o_k.shape, tl.int32) + (i_8 + i) < i_row
-            b_ks = b_ks + (_row(p_rk + i * S_K, p_tk + i * S_K, m_r, m_k, T),)
-            b_gs = b_gs + (_row(p_rg + i * S_G, p_tg + i * S_G, m_r, m_k, T),)
+            b_ks = b_ks + (load_row(p_rk + i * S_K, p_tk + i * S_K, m_r, m_k, T),)
+            b_gs = b_gs + (load_row(p_rg + i * S_G, p_tg + i * S_G, m_r, m_k, T),)
         for i in tl.static_range(8):
             b_sum += b_gs[i] * LOG2E
             b_z = b_ks[i] * exp2_fast(b_sum, ISA)
