@@ -11,7 +11,7 @@ product too, with the values as rows.
 from __future__ import annotations
 
 from ..device.mma import below, mma, mma_parts, pair_parts, thread_index
-from ..device.operand import block_scales, decoded, load_words, row_unit, theta_operand
+from ..device.operand import begin_loads, block_scales, decoded, load_words, row_unit, theta_operand
 from ..device.targets import tl, triton
 
 
@@ -103,6 +103,8 @@ def _read_row(
             b_values = b_values + (b_x,)
 
     b_zero = tl.zeros([32 * WARPS], tl.float32)
+    if T == 1:  # of several queries there are other loads behind these anyway
+        b_zero = (tl.zeros([32 * WARPS], tl.int32) + begin_loads(ISA)).to(tl.float32, bitcast=True)
     for i_n in tl.static_range((T + 7) // 8):
         o_t = i_n * 8 + o_group
         m_t = below(o_t, T, T % 8 == 0)

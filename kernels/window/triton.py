@@ -19,6 +19,7 @@ from ..device.codec import bits_float, float_bits, hadamard
 from ..device.dot import dot_fp32, dot_raw, weighted_sums
 from ..device.fp4 import THETA_BITS_CONVERTED, THETA_BITS_MOVED
 from ..device.math import LOG2E, exp, inverse_norm
+from ..device.operand import begin_loads
 from ..device.targets import tl, triton
 from .channel import channel_dots, channel_theta, total
 
@@ -44,6 +45,7 @@ def plan_kernel(
         p_c = p_cursor + o_slot * s_cursor
         p_p = p_position + o_slot * s_position
         i_cursor = tl.load(p_c, mask=m_live, other=0)
+        i_position = tl.load(p_p, mask=m_live, other=0)  # not behind the stores, for which it would wait
         m_stale = i_cursor == STALE
         i_row = tl.where(m_live, tl.where(m_stale, 0, i_cursor), NOTHING)
         m_flush = m_live & (m_stale | (i_row + 1 >= L))
@@ -51,7 +53,7 @@ def plan_kernel(
         tl.store(p_row + o_b, i_row, mask=m_b)
         tl.store(p_used + o_b, b_after, mask=m_b)
         tl.store(p_c, b_after, mask=m_live)
-        tl.store(p_p, tl.load(p_p, mask=m_live, other=0) + 1, mask=m_live)
+        tl.store(p_p, i_position + 1, mask=m_live)
         b_flush = m_flush.to(tl.int32)
         tl.store(p_list + i_count + tl.cumsum(b_flush, axis=0) - 1, o_b, mask=m_flush)
         i_count += tl.sum(b_flush, axis=0)
@@ -192,11 +194,29 @@ def key_norms(b_k, NORM: tl.constexpr):
 
 
 @triton.jit
-def copy(p_from, p_to, m, N, NP: tl.constexpr):
-    """N elements, or none where not m. (A scalar truth value can't be spread over a tile by the interpreter.)"""
+def _first(N, NP: tl.constexpr, m):
+    """Indices [NP], and a mask of the first N, or of none where not m. (A scalar truth value can't be spread over a
+    tile by the interpreter.)"""
     o = tl.arange(0, NP)
-    m_x = o < tl.where(m, N, 0)
-    tl.store(p_to + o, tl.load(p_from + o, mask=m_x).to(p_to.dtype.element_ty), mask=m_x)
+    return o, o < tl.where(m, N, 0)
+
+
+@triton.jit
+def taken(p_x, m, N, NP: tl.constexpr):
+    """N elements, for ``put``, or none where not m."""
+    o, m_x = _first(N, NP, m)
+    return tl.load(p_x + o, mask=m_x)
+
+
+@triton.jit
+def put(p_x, b_x, m, N, NP: tl.constexpr):
+    o, m_x = _first(N, NP, m)
+    tl.store(p_x + o, b_x.to(p_x.dtype.element_ty), mask=m_x)
+
+
+@triton.jit
+def copy(p_from, p_to, m, N, NP: tl.constexpr):
+    put(p_to, taken(p_from, m, N, NP), m, N, NP)
 
 
 @triton.jit
@@ -288,13 +308,11 @@ def mamba2_window(
     i_k = tl.program_id(1)
     i_first = tl.program_id(2) * 8
     i_row = tl.load(p_row + i_b)
-    if i_row <= NOTHING:
-        return
     i_used = tl.load(p_used + i_b)
-    i_n = tl.where(i_used > 0, i_used - i_row, 1)
-    if i_first >= i_n:
-        return
     i_slot = tl.load(p_slots + i_b).to(tl.int64)
+    i_n = tl.where(i_used > 0, i_used - i_row, 1)
+    if (i_row + begin_loads(ISA) <= NOTHING) | (i_first >= i_n):
+        return
     i_b = i_b.to(tl.int64)
     i_h = i_k * GROUP
     o_l = tl.arange(0, LP)
@@ -308,14 +326,6 @@ def mamba2_window(
     p_ring_k += i_slot * s_ring_k + i_k * K
     p_ring_v += i_slot * s_ring_v + i_h * V
     p_ring_beta += i_slot * s_ring_beta + i_h
-    for i in tl.static_range(N):
-        i_t = i_first + i
-        i_last = i_row + i_t
-        m_t = (i_t < i_n) & (i_last >= 0)
-        copy(p_k + i_t * (Hk * K), p_ring_k + i_last * (Hk * K), m_t, K, K)
-        copy(p_v + i_t * (H * V), p_ring_v + i_last * (H * V), m_t, GROUP * V, VP)
-        copy(p_beta + i_t * H, p_ring_beta + i_last * H, m_t, GROUP, GP)
-
     # the ring's rows before the tokens; the tokens themselves come from the inputs, so no barrier is needed
     b_dots, b_norm = _dots(p_ring_k, p_k, p_q, i_row, i_n, i_first, Hk * K, o_j, K, BK, NORM, ISA)
     b_rate = tl.load(p_rate + i_h + o_g, mask=m_g, other=0.0)
@@ -372,6 +382,18 @@ def mamba2_window(
             b_c = tl.where((o_j <= i_last)[:, None], b_dot[:, None] * b_step, 0.0)
             tl.store(p_c + i * (H * L), b_c, mask=m_c & (o_j < i_rows)[:, None])
 
+    # into the ring, last: a store waits for its load, and loads behind it for the store
+    for i in tl.static_range(N):
+        i_t = i_first + i
+        i_last = i_row + i_t
+        m_t = (i_t < i_n) & (i_last >= 0)
+        b_k1 = taken(p_k + i_t * (Hk * K), m_t, K, K)
+        b_v1 = taken(p_v + i_t * (H * V), m_t, GROUP * V, VP)
+        b_beta1 = taken(p_beta + i_t * H, m_t, GROUP, GP)
+        put(p_ring_k + i_last * (Hk * K), b_k1, m_t, K, K)
+        put(p_ring_v + i_last * (H * V), b_v1, m_t, GROUP * V, VP)
+        put(p_ring_beta + i_last * H, b_beta1, m_t, GROUP, GP)
+
 
 @triton.jit
 def delta_window(
@@ -394,10 +416,10 @@ def delta_window(
     i_h = tl.program_id(1) * PER
     i_k = i_h // GROUP
     i_row = tl.load(p_row + i_b)
-    if i_row <= NOTHING:
-        return
     i_slot = tl.load(p_slots + i_b).to(tl.int64)
     i_used = tl.load(p_used + i_b)
+    if i_row + begin_loads(ISA) <= NOTHING:
+        return
     i_b = i_b.to(tl.int64)
     G: tl.constexpr = K if CHANNEL else 1
     o_l = tl.arange(0, LP)
@@ -413,14 +435,6 @@ def delta_window(
     p_ring_g += i_slot * s_ring_g + i_h * G
     p_mix += i_slot * s_mix + i_h * (L * L)
     i_n = tl.where(i_used > 0, i_used - i_row, 1)
-    for i_t in range(T):
-        i_last = i_row + i_t
-        m_t = (i_t < i_n) & (i_last >= 0)
-        copy(p_k + i_t * (Hk * K), p_ring_k + i_last * (Hk * K), m_t & (i_h % GROUP == 0), K, K)
-        copy(p_v + i_t * (H * V), p_ring_v + i_last * (H * V), m_t, PER * V, VP)
-        copy(p_beta + i_t * H, p_ring_beta + i_last * H, m_t, PER, PER)
-        copy(p_g + i_t * (H * G), p_ring_g + i_last * (H * G), m_t, PER * G, PER * G)
-
     # M as [column, head, row], a column a thread: sums over rows stay in it. Rows in use are zero behind their last
     o_m = tl.max_contiguous(o_l, 1)
     p_m = p_mix + o_m[:, None, None] + (o_g * (L * L))[None, :, None] + (o_m * L)[None, None, :]
@@ -430,6 +444,7 @@ def delta_window(
         i_last = i_row + i_t
         m_t = (i_t < i_n) & (i_last >= 0)
         m_last = o_l == i_last
+        b_beta = tl.load(p_beta + i_t * H + o_g).to(tl.float32)[None, :]
         if CHANNEL:
             o_k = tl.arange(0, K // VEC)[:, None] * VEC + tl.arange(0, VEC)[None, :]
             b_query = tl.load(p_q + i_t * (Hk * K) + o_k).to(tl.float32)
@@ -451,21 +466,21 @@ def delta_window(
         else:
             # a batch row that reads has at most L − 1 keys, so there is room for its query
             m_q = o_l == i_row + i_n
+            # before the keys, which go through shared memory: what is behind a barrier waits for what is ahead of it
+            b_gs = load_scalars(p_ring_g, p_g, i_row, H, H, o_l, o_g, i_n)
+            b_next = load_scalars(p_ring_g + H, p_g, i_row - 1, H, H, o_l, o_g, i_n)
             b_k = load_keys(p_ring_k, p_k, p_q + i_t * (Hk * K), i_row, i_n, Hk * K, o_l, K)
             b_dots = dot_raw(b_k, tl.trans(b_k), ISA)
             b_norm = tl.full([LP], 1.0, tl.float32)
             if NORM:
                 b_norm = inverse_norm(tl.sum(tl.where(o_l[:, None] == o_l[None, :], b_dots, 0.0), axis=1))
             b_scale = tl.sum(tl.where(m_q, b_norm, 0.0), axis=0) * SCALE
-            b_gs = load_scalars(p_ring_g, p_g, i_row, H, H, o_l, o_g, i_n)
             b_gs = tl.where((o_l <= i_last)[:, None], b_gs, 0.0)
-            b_next = load_scalars(p_ring_g + H, p_g, i_row - 1, H, H, o_l, o_g, i_n)
             b_next = tl.where((o_l < i_last)[:, None], b_next, 0.0)
             b_after = exp(tl.cumsum(b_next, axis=0, reverse=True)) * column(b_norm)
             # the products are symmetric: a column is a row
             b_a = column(tl.sum(tl.where(m_last[None, :], b_dots, 0.0), axis=1)) * b_after
             b_b = column(tl.sum(tl.where(m_q[None, :], b_dots, 0.0), axis=1)) * b_after
-        b_beta = tl.load(p_beta + i_t * H + o_g).to(tl.float32)[None, :]
         b_a *= tl.sum(tl.where(m_last, b_norm, 0.0), axis=0) * b_beta
         b_a = tl.where((o_l < i_last)[:, None], b_a, 0.0)
         # one step of the forward substitution: row t of M is β_t e_t − A[t, :]·M
@@ -508,3 +523,17 @@ def delta_window(
             tl.store(p_gain + i_head + o_g, exp(tl.sum(b_gs, axis=0)))
         if T > 1:
             b_m = tl.where(m_last[None, None, :], b_new[:, :, None], b_m)
+
+    # into the ring, last: a store waits for its load, and loads behind it for the store
+    for i_t in range(T):
+        i_last = i_row + i_t
+        m_t = (i_t < i_n) & (i_last >= 0)
+        m_k = m_t & (i_h % GROUP == 0)
+        b_k1 = taken(p_k + i_t * (Hk * K), m_k, K, K)
+        b_v1 = taken(p_v + i_t * (H * V), m_t, PER * V, VP)
+        b_beta1 = taken(p_beta + i_t * H, m_t, PER, PER)
+        b_g1 = taken(p_g + i_t * (H * G), m_t, PER * G, PER * G)
+        put(p_ring_k + i_last * (Hk * K), b_k1, m_k, K, K)
+        put(p_ring_v + i_last * (H * V), b_v1, m_t, PER * V, VP)
+        put(p_ring_beta + i_last * H, b_beta1, m_t, PER, PER)
+        put(p_ring_g + i_last * (H * G), b_g1, m_t, PER * G, PER * G)
