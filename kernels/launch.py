@@ -20,15 +20,13 @@ ANY = None
 
 @dataclass(frozen=True)
 class Launch:
-    """``rows`` and ``columns`` of a tile of the state; ``programs``: how many persistent programs, at most.
-    ``heads``: a fold's programs take whole heads and renew their copies, too."""
+    """``rows`` and ``columns`` of a tile of the state; ``programs``: how many persistent programs, at most."""
 
     warps: int
     rows: int = 0
     columns: int = 0
     stages: int = 1
     programs: int = 0
-    heads: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,8 @@ TABLE: tuple[Entry, ...] = (
     Entry(Launch(rows=32, columns=32, warps=1, stages=3, programs=132 * 8), "fold", "gdn", isa=90),
     Entry(Launch(rows=64, columns=32, warps=4, programs=132 * 3), "fold", "kda"),
     Entry(Launch(rows=32, columns=32, warps=2, programs=132 * 8), "fold"),
-    Entry(Launch(rows=128, warps=1, programs=132 * 32), "renew"),
+    # blocks in threads; tiles of 128 rows are shared out where few rows flush
+    Entry(Launch(rows=128, warps=2, programs=132 * 16), "renew"),
     Entry(Launch(warps=1), "window"),
     Entry(Launch(warps=4), "plan"),
     # one warp: with several, a key goes through shared memory and its norm through barriers, 28 of them; nothing that

@@ -25,11 +25,11 @@ from ..quant.spec import LayerSpec
 from ..quant.state import DecodeState
 from .device import tile
 from .device.targets import triton, unavailable
-from .device.views import check_outputs, kernel_views, rotation_size, slot_stride
-from .fold.renew import encoding, needs_top, renew
+from .device.views import check_outputs, rotation_size, slot_stride
+from .fold.renew import needs_top, renew
 from .fold.triton import fold_kernel
 from .inputs import TokenInputs
-from .launch import Launch, find_launch, isa_of, run
+from .launch import find_launch, isa_of, run
 from .paths import Path, standard_pays
 from .readout.triton import readout
 from .standard.triton import step as standard_step
@@ -349,44 +349,29 @@ def fold(
     g = ring["g"] if channel else w.gain
     mix = mixing_of(state) if spec.rules.delta_rule else w.gain
     x, d = skip if skip is not None else (out, w.gain)
-    heads = folds_heads(state, launch)
-    copy = kernel_views(state.copy) if heads and state.copy is not None else None
-    codes, block, total = (w.top, w.top, w.top) if copy is None else (copy.codes, copy.block, copy.total)
-    how: dict[str, Any] = {"RT": 1, "RULE": "amax", "WHOLE": False, "WORDS": False, "BLOCKS": False}
-    if heads:
-        how = encoding(state, isa, 2 * launch.warps, launch.rows)
     length, rows = state.policy.window, min(launch.rows, max(16, triton.next_power_of_2(spec.value_dim)))
-    items = inputs.rows * spec.heads * (1 if heads else triton.cdiv(spec.value_dim, rows))
+    items = inputs.rows * spec.heads * triton.cdiv(spec.value_dim, rows)
+    padded = max(16, triton.next_power_of_2(length))
+    # Triton 3.6 miscompiles copies ahead for windows of 64 on sm_90: NaN for KDA with 2 stages and with 3, right with 1
+    stages = launch.stages if padded <= 32 else 1
     run(
         fold_kernel, (min(launch.programs, items),), launch,
         state.checkpoint.codes, ring["k"], ring["v"], g, w.c, w.start, w.gain, t["q"], mix,
         slots, w.flushing, w.count, w.row, x, d, out if gate is None else gate, out,
-        w.top, w.status, codes, block, total,
+        w.top, w.status,
         slot_stride(state.checkpoint.codes, "checkpoint"),
         slot_stride(ring["k"], "ring k"), slot_stride(ring["v"], "ring v"), slot_stride(g, "ring g"),
         slot_stride(mix, "mix"), slot_stride(t["q"], "q"),
-        *((0, 0, 0) if copy is None else (copy.codes_stride, copy.block_stride, copy.total_stride)),
         spec.heads, spec.key_heads, spec.value_dim,
         T=inputs.tokens, K=spec.key_dim, BK=min(launch.columns, spec.key_dim), R=rows,
-        L=length, LP=max(16, triton.next_power_of_2(length)),
+        L=length, LP=padded, num_stages=stages,
         MAMBA2=not spec.rules.delta_rule, CHANNEL=channel, NORM=spec.qk_l2norm, SCALE=spec.query_scale,
-        TOP=needs_top(state.copy), SKIP=skip is not None, GATE=gate is not None, HEADS=heads, **how, ISA=isa,
+        TOP=needs_top(state.copy), SKIP=skip is not None, GATE=gate is not None, ISA=isa,
     )  # fmt: skip
 
 
-def folds_heads(state: DecodeState, launch: Launch) -> bool:
-    """Whether the fold renews the copy, too: where the table says so, of nvfp4 with the rule amax (the fold is compiled
-    with fused multiply-adds, which the sums of other rules must not be)."""
-    copy = state.copy
-    return launch.heads and copy is not None and needs_top(copy) and copy.scale_rule == "amax"
-
-
 def renew_folded(state: DecodeState, slots: Tensor, w: Workspace) -> None:
-    """Renew the copies of the rows that were folded, where the fold has not done so."""
-    spec = state.spec
-    launch = find_launch("fold", spec.family, spec.value_dim, spec.key_dim, isa_of(slots.device), slots.shape[0])
-    if folds_heads(state, launch):
-        return
+    """Renew the copies of the rows that were folded."""
     renew(state, slots, rows=(w.flushing, w.count), top=w.top)
 
 

@@ -13,7 +13,7 @@ import torch
 from kernel_cases import SPECS, as_bytes, gaps_untouched, make_far, make_state, pools, read_case, token
 from recurrence import random_inputs, recurrence
 
-from quantize_state.kernels import checks, launch, ops, sequence
+from quantize_state.kernels import launch, ops, sequence
 from quantize_state.kernels.device.math import inverse_norm
 from quantize_state.kernels.device.targets import INTERPRET, tl, triton, unavailable
 from quantize_state.kernels.device.views import slot_stride
@@ -372,37 +372,6 @@ def test_a_plan_of_several_pieces():
     assert w.flushing[: int(w.count)].tolist() == flushing.tolist() and len(flushing) > 200
     assert torch.equal(w.used[live], torch.where(fills == 3, 0, fills + 1)[live]) and not w.used[~live].any()
     assert torch.equal(state.cursor[slots[live].long()], w.used[live])
-
-
-@pytest.mark.parametrize("family,value_dim", [("mamba2", 20), ("gdn", 64), ("kda", 16)])
-def test_a_fold_that_renews_whole_heads(monkeypatch, family, value_dim):
-    """Heads of one tile, of two of which the last is half empty, and of several; more heads than programs."""
-    whole = Launch(rows=16, columns=32, warps=1, programs=5, heads=True)
-    monkeypatch.setattr(launch, "TABLE", (Entry(whole, "fold"), *launch.TABLE))
-    monkeypatch.setattr(sequence, "renew", lambda *_, **__: pytest.fail("renewed twice"))
-    spec = replace(SPECS[family][0], value_dim=value_dim)
-    found = checks.check_replay(spec, StatePolicy(read="nvfp4", window=3), "cpu", dtype=torch.float32)
-    assert {"copy bytes", "state of flushes"} <= {c.name for c in found}
-    assert all(c.passed for c in found), [str(c) for c in found if not c.passed]
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        StatePolicy(read="nvfp4", window=3, scale_rule="four_over_six"),
-        StatePolicy(read="nvfp4", window=3, rotation="hadamard16"),
-        StatePolicy(read="mxfp4", window=3),
-    ],
-    ids=lambda p: p.name,
-)
-def test_what_such_a_fold_leaves_to_the_renewal(monkeypatch, policy):
-    whole = Launch(rows=16, columns=32, warps=1, programs=5, heads=True)
-    monkeypatch.setattr(launch, "TABLE", (Entry(whole, "fold"), *launch.TABLE))
-    calls = []
-    monkeypatch.setattr(sequence, "renew", lambda *a, **k: (calls.append(a), renew(*a, **k)))
-    found = checks.check_replay(SPECS["gdn"][0], policy, "cpu", dtype=torch.float32)
-    assert all(c.passed for c in found), [str(c) for c in found if not c.passed]
-    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("programs", [1, 5, 1000])

@@ -16,7 +16,6 @@ from .fp4 import block_pairs
 from .mma import bf16_pair, half_floats, pair_parts, scaled_pair
 from .targets import tl, triton
 
-
 BARRIER_PTX = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, 0, 0; bar.red.popc.u32 $0, 0, p; }")
 
 

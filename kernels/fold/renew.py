@@ -5,8 +5,6 @@ After a fold of few rows the checkpoint comes from the caches; by itself it read
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from ...quant.encoded import EncodedState
@@ -17,35 +15,6 @@ from ..device.targets import tl, triton
 from ..device.tile import load_blocks, store_e2m1, store_tile
 from ..device.views import has_quads, has_words, kernel_views, rotation_size, slot_stride
 from ..launch import find_launch, isa_of, run
-
-
-@triton.jit
-def encode_rows(
-    p_s, b_top, p_codes, p_row, p_block, p_total, p_columns, i_h, i_first, i_end, V,
-    K: tl.constexpr, RT: tl.constexpr, FORMAT: tl.constexpr, RULE: tl.constexpr, BALANCED: tl.constexpr,
-    ROTATE: tl.constexpr, WHOLE: tl.constexpr, WORDS: tl.constexpr, BLOCKS: tl.constexpr, ISA: tl.constexpr,
-):  # fmt: skip
-    """Rows i_first to i_end of the head at p_s into the slot's copy, RT at a time. WHOLE: V is a multiple of RT.
-    BLOCKS: the state is read by blocks of 16."""
-    N: tl.constexpr = K // 16
-    o_r = tl.arange(0, RT)[:, None]
-    o_x = o_r * K + tl.arange(0, K)[None, :]
-    for i_v in range(i_first, i_end, RT):
-        i_row = (i_h * V + i_v).to(tl.int64)
-        if BLOCKS:
-            o_b = tl.arange(0, RT * N)
-            b_x = load_blocks(p_s + i_v * K + o_b * 16, o_b < (V - i_v) * N, WHOLE)
-            store_e2m1(
-                b_x, b_top, p_codes, p_block, p_total, i_row * N, (V - i_v) * N,
-                RT * N, FORMAT, RULE, WHOLE, WORDS, ISA,
-            )  # fmt: skip
-        else:
-            m_v = None if WHOLE else o_r < V - i_v
-            b_x = tl.load(p_s + i_v * K + o_x, mask=m_v, other=None if WHOLE else 0.0)
-            store_tile(
-                turned(b_x, p_columns, BALANCED, ROTATE), b_top, p_codes, p_row, p_block, p_total, i_row, V - i_v,
-                FORMAT, RULE, WHOLE, WORDS, ISA,
-            )  # fmt: skip
 
 
 @triton.jit
@@ -61,7 +30,9 @@ def renew_kernel(
     BLOCKS: tl.constexpr, LIST: tl.constexpr, TOP: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Persistent programs over (row, head, some tiles of RT rows of V): at most R rows, and no more than give every
-    program something to do. nvfp4 without TOP goes over the head once more. The rest as ``encode_rows``."""
+    program something to do. nvfp4 without TOP goes over the head once more. WHOLE: V is a multiple of RT. BLOCKS: the
+    state is read by blocks of 16."""
+    N: tl.constexpr = K // 16
     o_r = tl.arange(0, RT)[:, None]
     o_x = o_r * K + tl.arange(0, K)[None, :]
     i_rows = tl.load(p_count) if LIST else B
@@ -86,12 +57,23 @@ def renew_kernel(
                     b_tops = tl.maximum(b_tops, tl.abs(turned(b_x, p_columns + i_h * K, BALANCED, ROTATE)))
                 b_top = tile_amax(b_tops)
             i_first = (i_item % o_parts) * i_share
-            i_end = tl.minimum(i_first + i_share, V)
-            encode_rows(
-                p_s, b_top, p_codes + i_slot * s_codes, p_row + i_slot * s_row, p_block + i_slot * s_block,
-                p_total + i_slot * s_total + i_h, p_columns + i_h * K, i_h, i_first, i_end, V,
-                K, RT, FORMAT, RULE, BALANCED, ROTATE, WHOLE, WORDS, BLOCKS, ISA,
-            )  # fmt: skip
+            for i_v in range(i_first, tl.minimum(i_first + i_share, V), RT):
+                i_row = (i_h * V + i_v).to(tl.int64)
+                if BLOCKS:
+                    p_x = p_s + i_v * K + tl.arange(0, RT * N) * 16
+                    store_e2m1(
+                        load_blocks(p_x, tl.arange(0, RT * N) < (V - i_v) * N, WHOLE), b_top,
+                        p_codes + i_slot * s_codes, p_block + i_slot * s_block, p_total + i_slot * s_total + i_h,
+                        i_row * N, (V - i_v) * N, RT * N, FORMAT, RULE, WHOLE, WORDS, ISA,
+                    )  # fmt: skip
+                else:
+                    m_v = None if WHOLE else o_r < V - i_v
+                    b_x = tl.load(p_s + i_v * K + o_x, mask=m_v, other=None if WHOLE else 0.0)
+                    b_x = turned(b_x, p_columns + i_h * K, BALANCED, ROTATE)
+                    store_tile(
+                        b_x, b_top, p_codes + i_slot * s_codes, p_row + i_slot * s_row, p_block + i_slot * s_block,
+                        p_total + i_slot * s_total + i_h, i_row, V - i_v, FORMAT, RULE, WHOLE, WORDS, ISA,
+                    )  # fmt: skip
 
 
 def renew(
@@ -109,8 +91,11 @@ def renew(
     isa = isa_of(slots.device)
     launch = find_launch("renew", copy.format, spec.value_dim, spec.key_dim, isa, batch)
     listed, count = (slots, slots) if rows is None else rows
-    how = encoding(state, isa, launch.warps, launch.rows)
-    items = batch * spec.heads * triton.cdiv(spec.value_dim, how["RT"])
+    # of 4-bit formats a thread takes one block at a time, of others 32 elements
+    block = FORMATS[copy.format].block if FORMATS[copy.format].bits == 4 else 32
+    tile = min(32 * launch.warps * block // spec.key_dim, launch.rows, triton.next_power_of_2(spec.value_dim))
+    tile = max(1, tile)
+    items = batch * spec.heads * triton.cdiv(spec.value_dim, tile)
     run(
         renew_kernel, (min(launch.programs, items),), launch,
         state.checkpoint.codes, views.codes, views.row, views.block, views.total,
@@ -119,25 +104,12 @@ def renew(
         slot_stride(state.checkpoint.codes, "checkpoint"),
         views.codes_stride, views.row_stride, views.block_stride, views.total_stride,
         batch, spec.heads, spec.value_dim,
-        K=spec.key_dim, R=launch.rows, FORMAT=copy.format, **how,
-        BALANCED=copy.columns is not None, ROTATE=rotation_size(copy),
+        K=spec.key_dim, R=launch.rows, RT=tile, WHOLE=spec.value_dim % tile == 0, WORDS=has_words(copy),
+        FORMAT=copy.format, RULE=copy.scale_rule, BALANCED=copy.columns is not None, ROTATE=rotation_size(copy),
+        BLOCKS=isa >= 90 and copy.format == "nvfp4" and plain(copy) and has_quads(state.checkpoint.codes),
         LIST=rows is not None, TOP=needs_top(copy) and top is not None, ISA=isa,
         enable_fp_fusion=False,  # quant/scales.py rounds squares before it adds them
     )  # fmt: skip
-
-
-def encoding(state: DecodeState, isa: int, warps: int, rows: int) -> dict[str, Any]:
-    """Constants of ``encode_rows`` for the copy of ``state``. ``rows``: of a tile, at most."""
-    copy, spec = state.copy, state.spec
-    assert copy is not None
-    # of 4-bit formats a thread takes one block at a time, of others 32 elements
-    block = FORMATS[copy.format].block if FORMATS[copy.format].bits == 4 else 32
-    tile = max(1, min(32 * warps * block // spec.key_dim, rows, triton.next_power_of_2(spec.value_dim)))
-    blocks = isa >= 90 and copy.format == "nvfp4" and plain(copy) and has_quads(state.checkpoint.codes)
-    return {
-        "RT": tile, "RULE": copy.scale_rule, "WHOLE": spec.value_dim % tile == 0, "WORDS": has_words(copy),
-        "BLOCKS": blocks,
-    }  # fmt: skip
 
 
 def needs_top(copy: EncodedState | None) -> bool:

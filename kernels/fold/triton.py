@@ -15,7 +15,6 @@ from ..device.codec import float_bits
 from ..device.dot import dot_fp32
 from ..device.math import exp, exp_fast, inverse_norm
 from ..device.targets import tl, triton
-from .renew import encode_rows
 
 
 @triton.jit
@@ -48,31 +47,21 @@ def fold_kernel(
     p_x, p_d, p_gate, p_y,  # [B, H, V], [H], [B, H, V], [B, H, V]
     p_top,  # int32 [B, H]: the bits of the head's largest magnitude; zero before
     p_status,  # int64 [1]: 1 + slot·H + head of some state that is not finite; never cleared here
-    p_codes, p_block, p_total,  # the nvfp4 copy, where HEADS
-    s_state, s_ring_k, s_ring_v, s_ring_g, s_mix, s_q, s_codes, s_block, s_total,
+    s_state, s_ring_k, s_ring_v, s_ring_g, s_mix, s_q,
     H, Hk, V,
     T: tl.constexpr, K: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, R: tl.constexpr, BK: tl.constexpr,
     MAMBA2: tl.constexpr, CHANNEL: tl.constexpr, NORM: tl.constexpr, SCALE: tl.constexpr,
-    TOP: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr, HEADS: tl.constexpr, RT: tl.constexpr,
-    RULE: tl.constexpr, WHOLE: tl.constexpr, WORDS: tl.constexpr, BLOCKS: tl.constexpr, ISA: tl.constexpr,
+    TOP: tl.constexpr, SKIP: tl.constexpr, GATE: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Persistent programs over (flushing row, head, tile of R rows); of a row's T tokens the first is its last.
     Columns in chunks of BK, where a tile of all K would not fit into registers: the delta rule then reads them twice,
-    since it needs S₀·Xᵀ before the first element is final. TOP: the renewal wants the largest magnitude. HEADS: a
-    program takes all tiles of a head, and then renews its copy from what it has just written."""
+    since it needs S₀·Xᵀ before the first element is final. TOP: the renewal wants the largest magnitude."""
     o_k = tl.arange(0, K)
     o_l = tl.arange(0, LP)
     s_k = Hk * K
     s_g = H * K
     o_tiles = tl.cdiv(V, R)
-    i_end = tl.load(p_count) * H * o_tiles
-    i_begin, i_step = tl.program_id(0), tl.num_programs(0)
-    if HEADS:  # tiles one after the other, of as many heads for every program
-        i_share = tl.cdiv(i_end, i_step * o_tiles) * o_tiles
-        i_begin, i_step = i_begin * i_share, 1
-        i_end = tl.minimum(i_end, i_begin + i_share)
-    b_top = 0.0
-    for i_item in range(i_begin, i_end, i_step):
+    for i_item in range(tl.program_id(0), tl.load(p_count) * H * o_tiles, tl.num_programs(0)):
         i_b = tl.load(p_list + i_item // (H * o_tiles)).to(tl.int64)
         i_h = (i_item // o_tiles) % H
         i_key = i_h // (H // Hk)
@@ -133,9 +122,7 @@ def fold_kernel(
             b_y += tl.sum(b_new * (tl.load(p_query + o_c).to(tl.float32) * b_query)[None, :], axis=1)
             if TOP:
                 b_tops = tl.maximum(b_tops, tl.max(tl.abs(b_new), axis=1))
-        if HEADS:
-            b_top = tl.maximum(tl.where(i_item % o_tiles == 0, 0.0, b_top), tl.max(b_tops, axis=0))
-        elif TOP:
+        if TOP:
             tl.atomic_max(p_top + i_b * H + i_h, float_bits(tl.max(b_tops, axis=0)), sem="relaxed")
         # a state with Inf or NaN has an output with one; an output that overflows is of no further use either
         b_bad = tl.max(tl.where(tl.abs(b_y) < float("inf"), 0, 1), axis=0)
@@ -148,10 +135,3 @@ def fold_kernel(
             b_z = tl.load(p_gate + o_y, mask=m_v, other=0.0).to(tl.float32)
             b_y *= b_z / (1.0 + tl.exp(-b_z))
         tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_v)
-        if HEADS and i_item % o_tiles == o_tiles - 1:
-            tl.debug_barrier()  # other threads of this program wrote what is read now
-            encode_rows(
-                p_state + i_slot * s_state + i_h * (V * K), b_top, p_codes + i_slot * s_codes, p_codes,
-                p_block + i_slot * s_block, p_total + i_slot * s_total + i_h, p_codes, i_h, 0, V, V,
-                K, RT, "nvfp4", RULE, False, 0, WHOLE, WORDS, BLOCKS, ISA,
-            )  # fmt: skip
