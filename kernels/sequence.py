@@ -313,7 +313,8 @@ def window(
     if spec.rules.delta_rule:
         mix = mixing_of(state)
         common["VP"] = triton.next_power_of_2(per * spec.value_dim)
-        warps = launch.warps if channel else max(launch.warps, common["LP"] // 32)  # a column of M for a thread
+        # a column of M for a thread; but one token of KDA has its channels cross threads, and one warp waits for none
+        warps = launch.warps if channel and inputs.tokens == 1 else max(launch.warps, common["LP"] // 32)
         own: dict[str, Any] = {"VEC": max(1, spec.key_dim // (32 * warps))} if channel else {"BK": chunk}
         kernel = channel_window_many if channel else delta_window_many
         if inputs.tokens == 1:

@@ -64,7 +64,7 @@ def test_several_queries_are_multiplied_where_they_were_decoded(report):
     """On tensor cores, with nothing passed between threads: the instruction's order is that of registers and lanes."""
     _, found, out = report
     of_many = [k for k in found["kernels"] if k["kernel"] == "readout_many_kernel"]
-    assert len(of_many) == 2 and all(k["shared"] == 0 and k["counts"]["matrix"] > 0 for k in of_many)
+    assert len(of_many) == 4 and all(k["shared"] == 0 and k["counts"]["matrix"] > 0 for k in of_many)
     for path in out.glob("readout_many*.ptx"):
         assert not re.search(r"shfl|\.shared|bar\.", path.read_text()), path.name
 

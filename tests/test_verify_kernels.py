@@ -101,3 +101,18 @@ def test_nothing_is_verified_before_a_count():
     row = SLOTS.index(waiting)
     assert int(verified[row]) == 0 and not out[row].any()
     assert torch.equal(state.checkpoint.codes[waiting], before.checkpoint.codes[waiting])
+
+
+@pytest.mark.parametrize(("family", "tokens"), [("mamba2", 10), ("gdn", 10), ("kda", 6)])
+def test_more_tokens_than_are_taken_at_a_time(family, tokens):
+    """Window kernels of several tokens go by pieces, whose rings hold the tokens of those before; a row that closes
+    goes on from row −1, and what is NaN in a query or gain reaches no output before it."""
+    state = make_state(family, read=None, window=16, slots=3, fills=[3, 15, 0])
+    clone, slots = state.clone(), torch.tensor([1, 0, 2])
+    inputs = drafts(family, tokens).map(lambda t: t[:3].contiguous())
+    inputs.q[0, tokens - 1] = inputs.beta[0, tokens - 1] = float("nan")
+    expected = reference_verify(clone, inputs.map(lambda t: t.nan_to_num(0.0)), slots)
+    out, verified = sequence.verify(state, inputs, slots)
+    assert verified.tolist() == expected.tokens.tolist() == [tokens] * 3
+    assert error(out[0, :-1], expected.y[0, :-1]) < 2 * FP32
+    assert error(out[1:], expected.y[1:]) < 2 * FP32
