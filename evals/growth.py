@@ -29,8 +29,8 @@ def fit_exponent(points: Sequence[tuple[float, float | None]]) -> Exponent | Non
 
 
 def layer_exponents(outputs: Sequence[ErrorBucket], states: Sequence[ErrorPoint], window: int) -> Exponents:
-    """Exponents of a layer's errors from ``window`` on, where the first read copy or rounded state is used: before, errors
-    are those of FP32's last bits, and no growth."""
+    """Exponents of a layer's errors from ``window`` on, where the first read copy or rounded state is used: before,
+    errors are those of FP32's last bits, and no growth."""
     return Exponents(
         state=fit_exponent([(p.position, p.error) for p in states if p.position >= window]),
         output=fit_exponent([(b.middle, b.error) for b in outputs if b.start >= window]),
