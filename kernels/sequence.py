@@ -35,8 +35,10 @@ from .readout.triton import readout
 from .standard.triton import step as standard_step
 from .step import renew_mix
 from .window.channel_many import channel_window_many
-from .window.many import delta_window_many
-from .window.triton import delta_window, mamba2_window, plan_kernel, verify_plan_kernel
+from .window.delta import delta_window
+from .window.delta_many import delta_window_many
+from .window.mamba2 import mamba2_window
+from .window.plan import plan_kernel, verify_plan_kernel
 
 MAX_WINDOW = 64
 
@@ -62,7 +64,7 @@ def unsupported_layer(spec: LayerSpec, policy: StatePolicy) -> str | None:
 @dataclass(frozen=True)
 class Workspace:
     """What the launches of a step hand on, for up to ``batch`` rows of ``tokens`` each; kept between steps under CUDA
-    graphs. ``row`` and ``used`` are orders of the plan (kernels/window/triton.py), ``later_row`` and ``later_used``
+    graphs. ``row`` and ``used`` are orders of the plan (kernels/window/plan.py), ``later_row`` and ``later_used``
     those for the drafts of rows that a verification flushes, ``verified`` how many of their tokens rows verified,
     ``done`` zeros that the standard kernel counts in."""
 
@@ -293,7 +295,7 @@ def window(
     length, group = state.policy.window, spec.heads // spec.key_heads
     t = tokens_of(inputs)
     common: dict[str, Any] = {
-        "K": spec.key_dim, "L": length, "LP": max(16, triton.next_power_of_2(length)), "T": inputs.tokens,
+        "K": spec.key_dim, "L": length, "LP": max(16, triton.next_power_of_2(length)),
         "GROUP": group, "VP": triton.next_power_of_2(spec.value_dim), "NORM": spec.qk_l2norm, "SCALE": spec.query_scale,
         "BALANCED": state.read_source.columns is not None, "ROTATE": rotation_size(state.read_source),
         "HALF": w.theta.element_size() == 2, "ISA": isa,
@@ -315,10 +317,12 @@ def window(
         common["VP"] = triton.next_power_of_2(per * spec.value_dim)
         # a column of M for a thread; but one token of KDA has its channels cross threads, and one warp waits for none
         warps = launch.warps if channel and inputs.tokens == 1 else max(launch.warps, common["LP"] // 32)
-        own: dict[str, Any] = {"VEC": max(1, spec.key_dim // (32 * warps))} if channel else {"BK": chunk}
-        kernel = channel_window_many if channel else delta_window_many
-        if inputs.tokens == 1:
-            kernel, own = delta_window, {"CHANNEL": channel, "VEC": max(1, spec.key_dim // (32 * warps))}
+        vector = {"VEC": max(1, spec.key_dim // (32 * warps))}
+        own: dict[str, Any] = {"CHANNEL": channel} | vector
+        kernel = delta_window
+        if inputs.tokens > 1:
+            kernel = channel_window_many if channel else delta_window_many
+            own = {"T": inputs.tokens} | (vector if channel else {"BK": chunk})
         run(
             kernel, grid, launch,
             t["q"], t["k"], t["v"], t["beta"], t["g"], *rings, mix, *orders,
@@ -333,7 +337,7 @@ def window(
             t["q"], t["k"], t["v"], t["beta"], state.decay_rate, *rings, *orders, w.theta, w.gain, w.c, w.top, columns,
             *token_strides, *ring_strides, GP=triton.next_power_of_2(group),
             H=spec.heads, Hk=spec.key_heads, V=spec.value_dim,
-            BK=chunk, **common,
+            T=inputs.tokens, BK=chunk, **common,
         )  # fmt: skip
 
 

@@ -14,8 +14,9 @@ from kernel_cases import SPECS, as_bytes, gaps_untouched, make_far, make_state, 
 from recurrence import random_inputs, recurrence
 
 from quantize_state.kernels import launch, ops, sequence
+from quantize_state.kernels.compile import SHAPES, record
 from quantize_state.kernels.device.math import inverse_norm
-from quantize_state.kernels.device.targets import INTERPRET, tl, triton, unavailable
+from quantize_state.kernels.device.targets import INTERPRET, TARGETS, tl, triton, unavailable
 from quantize_state.kernels.device.views import slot_stride
 from quantize_state.kernels.fold.renew import renew
 from quantize_state.kernels.inputs import TokenInputs
@@ -389,3 +390,11 @@ def test_tiles_are_shared_out_among_programs(monkeypatch, format, programs):
         ours = as_bytes(state.copy.tensors()[name])
         assert torch.equal(ours[:3], as_bytes(t)[:3]), name
         assert torch.equal(ours[3], before[name]), name
+
+
+@pytest.mark.parametrize("window,stages", [(32, 3), (33, 1), (64, 1)])
+def test_long_windows_are_folded_without_copies_ahead(window, stages):
+    """Which Triton 3.6 miscompiles on sm_90: only a GPU shows it, as NaN in the states."""
+    calls = record(SHAPES["glm-5.3-flash"], StatePolicy(read="nvfp4", window=window), TARGETS["90a"])
+    folds = [c for c in calls if c.kernel.fn.__name__ == "fold_kernel"]
+    assert folds and {c.keywords["num_stages"] for c in folds} == {stages}

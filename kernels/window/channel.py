@@ -20,19 +20,6 @@ def total(b_x):
 
 
 @triton.jit
-def load_row(p_ring, p_token, m_ring, m_k, T: tl.constexpr):
-    """A row of one head, float32: at p_ring if m_ring, else at p_token. Before the first of T tokens, all are the
-    ring's."""
-    if T == 1:
-        return tl.load(p_ring, mask=m_k, other=0.0).to(tl.float32)
-    elif p_ring.dtype == p_token.dtype:
-        return tl.load(tl.where(m_ring, p_ring, p_token), mask=m_k, other=0.0).to(tl.float32)
-    else:
-        b_r = tl.load(p_ring, mask=m_k & m_ring, other=0.0)
-        return tl.where(m_ring, b_r, tl.load(p_token, mask=m_k & (m_ring == 0), other=0.0).to(b_r.dtype)).to(tl.float32)
-
-
-@triton.jit
 def _halves(b_x, b_y, M: tl.constexpr):
     """Threads without bit M of their index get their x plus that of the thread with it, the others so of y: [N]."""
     o_n = tl.arange(0, b_x.shape[0])
@@ -55,8 +42,8 @@ def eight_sums(b_x):
 
 @triton.jit
 def channel_dots(
-    p_ring_k, p_k, p_ring_g, p_g, i_row, i_last, b_token, b_query, b_sum, o_k, o_l,
-    S_K: tl.constexpr, S_G: tl.constexpr, T: tl.constexpr, NORM: tl.constexpr, ISA: tl.constexpr,
+    p_ring_k, p_ring_g, i_last, b_token, b_query, b_sum, o_k, o_l,
+    S_K: tl.constexpr, S_G: tl.constexpr, NORM: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """Keys j < last, decayed to the last token, times its key and query, and their squares: [LP] each, zeros where no
     such key is. Channels are [N, VEC], a row a thread; b_sum is the last token's log-decay, to base 2.
@@ -70,17 +57,14 @@ def channel_dots(
     b_n = tl.zeros(o_l.shape, tl.float32)
     for i_8 in range(0, i_last, 8):
         i_first = i_last - 1 - i_8
-        p_rk = p_ring_k + i_first * S_K + o_k
-        p_tk = p_k + (i_first - i_row) * S_K + o_k
-        p_rg = p_ring_g + i_first * S_G + o_k
-        p_tg = p_g + (i_first - i_row) * S_G + o_k
+        p_k = p_ring_k + i_first * S_K + o_k
+        p_g = p_ring_g + i_first * S_G + o_k
         b_ks = ()
         b_gs = ()
         for i in tl.static_range(8):  # all loads before the first of them is waited for
             m_k = o_k < tl.where(i_first >= i, K, 0)
-            m_r = tl.zeros(o_k.shape, tl.int32) + (i_first - i) < i_row
-            b_ks = b_ks + (load_row(p_rk - i * S_K, p_tk - i * S_K, m_r, m_k, T),)
-            b_gs = b_gs + (load_row(p_rg - i * S_G, p_tg - i * S_G, m_r, m_k, T),)
+            b_ks = b_ks + (tl.load(p_k - i * S_K, mask=m_k, other=0.0).to(tl.float32),)
+            b_gs = b_gs + (tl.load(p_g - i * S_G, mask=m_k, other=0.0).to(tl.float32),)
         b_as = ()
         b_bs = ()
         b_ns = ()
@@ -102,8 +86,8 @@ def channel_dots(
 
 @triton.jit
 def channel_theta(
-    p_ring_k, p_k, p_ring_g, p_g, i_row, i_last, b_c, b_last, b_own, o_k,
-    S_K: tl.constexpr, S_G: tl.constexpr, T: tl.constexpr, ISA: tl.constexpr,
+    p_ring_k, p_ring_g, i_last, b_c, b_last, b_own, o_k,
+    S_K: tl.constexpr, S_G: tl.constexpr, ISA: tl.constexpr,
 ):  # fmt: skip
     """e^G·b_last − Σ_j c_j·e^G_j·k_j [N, VEC] for keys j < last; b_c [LP], b_own the last token's log-decay to base
     2."""
@@ -113,20 +97,17 @@ def channel_theta(
     b_x = tl.zeros(o_k.shape, tl.float32)
     b_sum = tl.zeros(o_k.shape, tl.float32)
     for i_8 in range(0, i_last, 8):
-        p_rk = p_ring_k + i_8 * S_K + o_k
-        p_tk = p_k + (i_8 - i_row) * S_K + o_k
-        p_rg = p_ring_g + i_8 * S_G + o_k
-        p_tg = p_g + (i_8 - i_row) * S_G + o_k
+        p_k = p_ring_k + i_8 * S_K + o_k
+        p_g = p_ring_g + i_8 * S_G + o_k
         b_ks = ()
         b_gs = ()
         for i in tl.static_range(8):
             m_k = o_k < tl.where(i_8 + i < i_last, K, 0)
-            m_r = tl.zeros(o_k.shape, tl.int32) + (i_8 + i) < i_row
-            b_ks = b_ks + (load_row(p_rk + i * S_K, p_tk + i * S_K, m_r, m_k, T),)
-            b_gs = b_gs + (load_row(p_rg + i * S_G, p_tg + i * S_G, m_r, m_k, T),)
+            b_ks = b_ks + (tl.load(p_k + i * S_K, mask=m_k, other=0.0).to(tl.float32),)
+            b_gs = b_gs + (tl.load(p_g + i * S_G, mask=m_k, other=0.0).to(tl.float32),)
         for i in tl.static_range(8):
             b_sum += b_gs[i] * LOG2E
             b_z = b_ks[i] * exp2_fast(b_sum, ISA)
-            o_j = (tl.zeros([N], tl.int32) + (i_8 + i)) & (LP - 1)  # of tokens that are not verified, any
+            o_j = (tl.zeros([N], tl.int32) + (i_8 + i)) & (LP - 1)  # behind the last, any: the key is zero
             b_x += b_z * tl.gather(b_c, o_j, 0)[:, None]
     return exp2_fast(b_sum + b_own, ISA) * b_last - b_x

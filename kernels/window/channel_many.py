@@ -10,8 +10,22 @@ from __future__ import annotations
 
 from ..device.math import LOG2E, exp2_fast, inverse_norm
 from ..device.targets import tl, triton
-from .channel import eight_sums, load_row
-from .triton import NOTHING, copy, store_theta
+from .channel import eight_sums
+from .plan import NOTHING
+from .tokens import copy, store_theta
+
+
+@triton.jit
+def _row(p_ring, p_token, m_ring, m_k, T: tl.constexpr):
+    """A row of one head, float32: at p_ring if m_ring, else at p_token. Before the first of T tokens, all are the
+    ring's."""
+    if T == 1:
+        return tl.load(p_ring, mask=m_k, other=0.0).to(tl.float32)
+    elif p_ring.dtype == p_token.dtype:
+        return tl.load(tl.where(m_ring, p_ring, p_token), mask=m_k, other=0.0).to(tl.float32)
+    else:
+        b_r = tl.load(p_ring, mask=m_k & m_ring, other=0.0)
+        return tl.where(m_ring, b_r, tl.load(p_token, mask=m_k & (m_ring == 0), other=0.0).to(b_r.dtype)).to(tl.float32)
 
 
 @triton.jit
@@ -29,8 +43,8 @@ def _keys(
         m_r = tl.zeros(o_k.shape, tl.int32) + i_l < i_row
         p_rk, p_tk = p_ring_k + i_j * S_K + o_k, p_k + (i_j - i_row) * S_K + o_k
         p_rg, p_tg = p_ring_g + i_j * S_G + o_k, p_g + (i_j - i_row) * S_G + o_k
-        b_ks = b_ks + (load_row(p_rk + i * STEP * S_K, p_tk + i * STEP * S_K, m_r, m_k, T),)
-        b_gs = b_gs + (load_row(p_rg + i * STEP * S_G, p_tg + i * STEP * S_G, m_r, m_k, T) * LOG2E,)
+        b_ks = b_ks + (_row(p_rk + i * STEP * S_K, p_tk + i * STEP * S_K, m_r, m_k, T),)
+        b_gs = b_gs + (_row(p_rg + i * STEP * S_G, p_tg + i * STEP * S_G, m_r, m_k, T) * LOG2E,)
     return b_ks, b_gs
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from ..device.dot import dot_fp32, dot_raw, weighted_sums
 from ..device.math import exp, inverse_norm
 from ..device.targets import tl, triton
-from .triton import NOTHING, column, copy, load_pieces, load_scalars, store_theta
+from .plan import NOTHING
+from .tokens import column, copy, load_pieces, load_scalars, store_theta
 
 
 @triton.jit
