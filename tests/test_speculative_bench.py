@@ -249,6 +249,7 @@ def test_a_run_that_was_cut_short_goes_on(monkeypatch, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         speculative.run(plan, tmp_path, timer=Clock(stop=BLOCKS + 3), device=CPU, sizes=KILO)
     assert len(list((tmp_path / "cases").iterdir())) == 3 and not (tmp_path / "speculative.json").exists()
+    assert len(SpeculativeResult.read(tmp_path / "speculative.unfinished.json").cases) == 3
     clock = Clock()
     found = speculative.run(plan, tmp_path, timer=clock, device=CPU, sizes=KILO)
     assert len(clock.lists) == BLOCKS + 1 and len(found.cases) == 4

@@ -268,10 +268,14 @@ def test_a_run_that_was_cut_short_goes_on(monkeypatch, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         bench.run(plan, tmp_path, timer=Cut(), device=CPU, sizes=KILO)
     assert len(list((tmp_path / "cases").iterdir())) == 1 and not (tmp_path / "speed.json").exists()
+    unfinished = tmp_path / "speed.unfinished.json"
+    assert [c.arm for c in SpeedResult.read(unfinished).cases] == ["standard"]
+    assert table.main([str(unfinished), "--out", str(tmp_path)]) == 0
     clock = Clock()
     found = bench.run(plan, tmp_path, timer=clock, device=CPU, sizes=KILO)
     assert [c.arm for c in found.cases] == ["standard", "decoupled-fp8"]
     assert len(clock.lists) == 9 + 4, "the standard kernel was not timed again"
+    assert not unfinished.exists() and len(SpeedResult.read(tmp_path / "speed.json").cases) == 2
 
 
 @interpreted

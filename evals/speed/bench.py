@@ -113,7 +113,7 @@ def run(
     progress: Callable[[str, int, int], None] | None = None,
 ) -> SpeedResult:
     """Measure, and write ``out``/speed.json. A run that was cut short goes on where it was, on the same device and
-    commit.
+    commit; until the end speed.unfinished.json has what there is.
 
     Args:
         timer, device, sizes: for tests; by default CUDA graphs on the current GPU, without which this raises
@@ -128,6 +128,15 @@ def run(
     timer = timer or GraphTimer()
     bandwidth = memory.measure(timer, device, sizes)
     cases: list[Case] = []
+    order = {arm: i for i, arm in enumerate(plan.arms)}
+    shapes = list(plan.shapes)
+    versions = {n: provenance.version(n) for n in ("fla-core", "flash-linear-attention") if n and PEERS.keys() & order}
+
+    def found() -> SpeedResult:
+        cases.sort(key=lambda c: (shapes.index(c.shape), c.batch, order[c.arm]))
+        made_by = folder.made_by(plan.window, {"states": 0, "tokens": 1, "slots": 0}, versions)
+        return SpeedResult(bandwidth, cases, made_by)
+
     for shape, spec in plan.shapes.items():
         for arm in plan.arms:
             todo = []
@@ -152,13 +161,9 @@ def run(
                 measure_arm(bench, shape, spec, arm, plan.window, todo, done)
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
-    order = {arm: i for i, arm in enumerate(plan.arms)}
-    shapes = list(plan.shapes)
-    cases.sort(key=lambda c: (shapes.index(c.shape), c.batch, order[c.arm]))
-    versions = {n: provenance.version(n) for n in ("fla-core", "flash-linear-attention") if n and PEERS.keys() & order}
-    made_by = folder.made_by(plan.window, {"states": 0, "tokens": 1, "slots": 0}, versions)
-    result = SpeedResult(bandwidth, cases, made_by)
-    result.write(folder.result)
+                folder.write(found(), finished=False)
+    result = found()
+    folder.write(result, finished=True)
     return result
 
 

@@ -1,4 +1,5 @@
-"""The folder of a bench: cases from the moment that each is finished, so that a run that was cut short goes on."""
+"""The folder of a bench: cases from the moment that each is finished, so that a run that was cut short goes on, and
+what there is of its result until then, for a run that can't."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ class CaseFolder:
 
     def __init__(self, out: Path, result: str, case_file: type[Any], device: torch.device) -> None:
         self.result = out / result
+        self.unfinished = self.result.with_suffix(".unfinished.json")
         if self.result.exists():
             raise QuantizeStateError(f"{self.result} exists and is never overwritten; choose another folder with --out")
         self._folder, self._case_file = out / "cases", case_file
@@ -46,6 +48,12 @@ class CaseFolder:
 
     def keep(self, stem: str, case: Any) -> None:
         write_atomic(self._path(stem), dump(self._case_file(self._device, self._commit, case)), overwrite=True)
+
+    def write(self, result: Any, *, finished: bool) -> None:
+        """A result at its place, for good; or of the cases so far beside it, which the tables read as well."""
+        write_atomic(self.result if finished else self.unfinished, dump(result), overwrite=not finished)
+        if finished:
+            self.unfinished.unlink(missing_ok=True)
 
     def made_by(self, window: int, seeds: Mapping[str, int], versions: Mapping[str, str]) -> Provenance:
         """The provenance of a run that ends now; ``versions``: of packages beside the usual ones."""

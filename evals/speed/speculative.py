@@ -101,7 +101,7 @@ def run(
     progress: Callable[[str, int, int], None] | None = None,
 ) -> SpeculativeResult:
     """Measure, and write ``out``/speculative.json. A run that was cut short goes on where it was, on the same device
-    and commit.
+    and commit; until the end speculative.unfinished.json has what there is.
 
     Args:
         timer, device, sizes: for tests, as in ``bench.run``.
@@ -118,6 +118,13 @@ def run(
     bandwidth = memory.measure(timer, device, sizes)
     own = Bench(timer, device, bandwidth, l2_bytes(device), plan.window, plan.acceptance, plan.batches, plan.tokens)
     cases: list[VerifyCase] = []
+    places = (list(plan.shapes), plan.batches, plan.tokens, plan.arms)
+
+    def found() -> SpeculativeResult:
+        cases.sort(key=lambda c: [p.index(v) for p, v in zip(places, (c.shape, c.batch, c.tokens, c.arm), strict=True)])
+        made_by = folder.made_by(plan.window, {"states": 0, "tokens": 1, "slots": 0, "counts": 2}, {})
+        return SpeculativeResult(bandwidth, cases, made_by)
+
     for shape, spec in plan.shapes.items():
         todo = []
         for key in ((arm, t, b) for arm in plan.arms for t in plan.tokens for b in plan.batches):
@@ -127,21 +134,19 @@ def run(
             else:
                 cases.append(known)
         show(f"{shape}: checks", len(cases), plan.cases)
-        found = check_all(spec, todo, plan.window, device, workers)
+        checks = check_all(spec, todo, plan.window, device, workers)
         here = Shape(own, spec)
         for arm, tokens, batch in todo:
             show(f"{shape}, {arm}, {tokens} tokens, batch {batch}", len(cases), plan.cases)
-            case = measure(here, shape, arm, tokens, batch, found[arm, tokens, same_launches(batch)])
+            case = measure(here, shape, arm, tokens, batch, checks[arm, tokens, same_launches(batch)])
             cases.append(case)
             folder.keep(_stem(shape, plan, arm, tokens, batch), case)
+            folder.write(found(), finished=False)
         here.pools.clear()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    places = (list(plan.shapes), plan.batches, plan.tokens, plan.arms)
-    cases.sort(key=lambda c: [p.index(v) for p, v in zip(places, (c.shape, c.batch, c.tokens, c.arm), strict=True)])
-    made_by = folder.made_by(plan.window, {"states": 0, "tokens": 1, "slots": 0, "counts": 2}, {})
-    result = SpeculativeResult(bandwidth, cases, made_by)
-    result.write(folder.result)
+    result = found()
+    folder.write(result, finished=True)
     return result
 
 
