@@ -21,6 +21,9 @@ def speedup_svg(results: Sequence[SpeedResult]) -> str | None:
     panels = {shape: curves for result in results for shape, curves in _curves(result).items()}
     if not panels:
         return None
+    # shapes of a single batch would be dots; the table has them
+    several = {n: p for n, p in panels.items() if any(len(points) > 1 for points in p[1].values())}
+    panels = several or panels
     look = _styles([c for _, curves in panels.values() for c in curves])
     columns = min(3, len(panels))
     rows = -(-len(panels) // columns)
@@ -39,7 +42,7 @@ def speedup_svg(results: Sequence[SpeedResult]) -> str | None:
             axes.set_title(f"{shape}\n{first.family}, {dimensions(first)}", fontsize=9.5, loc="left")
             axes.grid(True, axis="y")
             axes.set_axisbelow(True)
-            axes.set_ylim(bottom=0)
+        grid[0][0].set_ylim(bottom=0)  # of all panels, once all curves are there
         from matplotlib.ticker import NullLocator
 
         for axes in grid.flat:
