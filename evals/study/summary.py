@@ -118,7 +118,7 @@ def rows(result: Result) -> list[list[str]]:
             [
                 f"{arm.name}, {overflow_text(arm)}" if arm.overflows else arm.name,
                 kl_text(arm),
-                "–" if not plain or not arm.kl.tokens else f"{'≥ ' if arm.overflows else ''}{arm.kl.mean / plain:.3g}",
+                _share(arm, plain),
                 f.scientific(arm.kl.p999 if arm.kl.tokens else None, 2),
                 f"{arm.bytes_per_element.moved_per_step:.3f}",
                 f"{arm.bytes_per_element.resident:.3f}",
@@ -189,13 +189,25 @@ def findings(result: Result, law: Law | None) -> list[str]:
     return told
 
 
+def _share(arm: Arm, plain: float | None) -> str:
+    """KL over decoupled-nvfp4's; of what overflowed at least that."""
+    if not plain or not arm.kl.tokens:
+        return "–"
+    share = arm.kl.mean / plain
+    if share >= 100:
+        text = f.times(share)
+    else:
+        text = f"{share:.3g}" if share == 0 or share >= 1e-3 else f.scientific(share)
+    return f"≥ {text}" if arm.overflows else text
+
+
 def _beyond(arm: Arm, plain: Arm) -> str:
     """What is known of an arm that overflowed, beside one that did not."""
     if not arm.kl.tokens:
         return f"{arm.name} {overflow_text(arm)}, before anything of it was measured"
     return (
         f"{arm.name} {overflow_text(arm)}; its KL up to there, {f.scientific(arm.kl.mean)} nats per token, is "
-        f"{arm.kl.mean / plain.kl.mean:.3g} times that of decoupled-nvfp4 over all tokens"
+        f"{f.times(arm.kl.mean / plain.kl.mean)} times that of decoupled-nvfp4 over all tokens"
     )
 
 
@@ -247,7 +259,7 @@ def _page(result: Result, law: Law | None) -> str:
     if law is not None and len(law_pairs(result, law)) >= 3:
         plots["law"] = [Markup(_law(result, law, width)) for width in (700, 358)]
     page = {
-        "title": f"{result.model.name}, {f.number(result.text.tokens)} tokens",
+        "title": f"{result.model.name}, {_length(result)} tokens",
         "subtitle": f"{result.text.protocol}; {result.provenance.dtype} on {result.provenance.device}",
         "findings": findings(result, law),
         "rows": rows(result),
