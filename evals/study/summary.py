@@ -194,10 +194,8 @@ def _share(arm: Arm, plain: float | None) -> str:
     if not plain or not arm.kl.tokens:
         return "–"
     share = arm.kl.mean / plain
-    if share >= 100:
-        text = f.times(share)
-    else:
-        text = f"{share:.3g}" if share == 0 or share >= 1e-3 else f.scientific(share)
+    plainly = share == 0 or 1e-3 <= share < 100
+    text = f"{share:.3g}" if plainly else f.times(share) if share >= 100 else f.scientific(share)
     return f"≥ {text}" if arm.overflows else text
 
 
