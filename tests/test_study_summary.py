@@ -10,7 +10,16 @@ from fake_results import ARMS, fake_result
 from quantize_state.evals.result import Policy
 from quantize_state.evals.study.__main__ import main
 from quantize_state.evals.study.grid import GROUPS, arms, reads
-from quantize_state.evals.study.summary import Law, LawEntry, collect, findings, pareto, rank_correlation, write_summary
+from quantize_state.evals.study.summary import (
+    Law,
+    LawEntry,
+    collect,
+    findings,
+    pareto,
+    rank_correlation,
+    rows,
+    write_summary,
+)
 from quantize_state.quant.errors import InvalidValueError
 from quantize_state.quant.policy import StatePolicy, parse_arm
 
@@ -20,9 +29,9 @@ def folder(tmp_path):
     """A study of two groups; the second has a control that beats plain NVFP4 reads at equal bytes."""
     control = ("balanced", Policy("fp32", None, 16, recipe="balanced"), 0.00010, 0.0, 0.02, 0.0, 4.57, 1.07)
     better = ("decoupled-nvfp4-mse", Policy("fp32", "nvfp4", 16, "mse"), 0.0005, 0.0, 0.04, 0.0, 4.5625, 1.0625)
-    for name, rows in (("base", ARMS), ("controls", (control, better))):
+    for name, group in (("base", ARMS), ("controls", (control, better))):
         (tmp_path / name).mkdir()
-        fake_result(sequences=1, tokens=512, layers=2, arms=rows).write(tmp_path / name / "result.json")
+        fake_result(sequences=1, tokens=512, layers=2, arms=group).write(tmp_path / name / "result.json")
     entry = lambda x: {"model.layers.0.mixer": LawEntry(x, x, [x])}  # noqa: E731
     predicted = {"decoupled-nvfp4": 0.04, "decoupled-fp8": 0.01, "decoupled-nvfp4-mse": 0.045}
     Law("tiny-gdn", "ab" * 32, 512, {name: entry(x) for name, x in predicted.items()}).write(tmp_path / "law.json")
@@ -45,6 +54,42 @@ def test_findings_are_those_of_the_numbers(folder):
         arms=[a if a.name != "coupled-nvfp4" else dataclasses.replace(a, kl=result.arms[5].kl) for a in result.arms],
     )
     assert "(goal 36: MISSED)" in " ".join(findings(slow, None))
+
+
+def test_other_windows_have_a_line_and_exponents_of_their_own(tmp_path):
+    """A copy that is first read at token 64: before, its error is that of FP32's last bits."""
+    longer = ("decoupled-nvfp4-w64", Policy("fp32", "nvfp4", 64), 0.00010, 0.0, 0.03, 0.0, 4.5625, 0.6875)
+    (tmp_path / "base").mkdir()
+    fake_result(sequences=1, tokens=4096, layers=1, arms=(*ARMS, longer)).write(tmp_path / "base" / "result.json")
+    result = collect(tmp_path)
+    told = " ".join(findings(result, None))
+    assert "4-bit read format with another window is decoupled-nvfp4-w64" in told
+
+    def exponent(result, name):
+        layer = next(a for a in result.arms if a.name == name).layers[0]
+        return layer.exponents.output.points
+
+    assert exponent(result, "decoupled-nvfp4") - exponent(result, "decoupled-nvfp4-w64") == 2
+    kept = dataclasses.replace(
+        result,
+        arms=[
+            dataclasses.replace(a, layers=[dataclasses.replace(x, output_error_by_position=[]) for x in a.layers])
+            for a in result.arms
+        ],
+    )
+    (tmp_path / "kept" / "base").mkdir(parents=True)
+    kept.write(tmp_path / "kept" / "base" / "result.json")
+    assert exponent(collect(tmp_path / "kept"), "decoupled-nvfp4-w64") == exponent(result, "decoupled-nvfp4-w64")
+
+
+def test_shares_are_written_as_numbers(folder):
+    result = collect(folder)
+    by = {row[0]: row[2] for row in rows(result)}
+    plain = next(a.kl.mean for a in result.arms if a.name == "decoupled-nvfp4")
+    assert by["decoupled-nvfp4"] == "1" and not any("e" in share for share in by.values())
+    for a in result.arms:
+        if a.kl.mean > 100 * plain:
+            assert by[a.name] == f"{float(f'{a.kl.mean / plain:.3g}'):,.0f}"
 
 
 def test_the_front_is_what_no_other_arm_beats(folder):
