@@ -349,16 +349,16 @@ def fold(
     spec, ring = state.spec, state.ring
     isa = isa_of(slots.device)
     channel = spec.rules.decay == "channel"
-    launch = find_launch("fold", spec.family, spec.value_dim, spec.key_dim, isa, inputs.rows)
+    length = state.policy.window
+    padded = max(16, triton.next_power_of_2(length))
+    op = "fold" if padded <= 32 else "fold_long"
+    launch = find_launch(op, spec.family, spec.value_dim, spec.key_dim, isa, inputs.rows)
     t = tokens_of(inputs)
     g = ring["g"] if channel else w.gain
     mix = mixing_of(state) if spec.rules.delta_rule else w.gain
     x, d = skip if skip is not None else (out, w.gain)
-    length, rows = state.policy.window, min(launch.rows, max(16, triton.next_power_of_2(spec.value_dim)))
+    rows = min(launch.rows, max(16, triton.next_power_of_2(spec.value_dim)))
     items = inputs.rows * spec.heads * triton.cdiv(spec.value_dim, rows)
-    padded = max(16, triton.next_power_of_2(length))
-    # Triton 3.6 miscompiles copies ahead for windows of 64 on sm_90: NaN for KDA with 2 stages and with 3, right with 1
-    stages = launch.stages if padded <= 32 else 1
     run(
         fold_kernel, (min(launch.programs, items),), launch,
         state.checkpoint.codes, ring["k"], ring["v"], g, w.c, w.start, w.gain, t["q"], mix,
@@ -369,7 +369,7 @@ def fold(
         slot_stride(mix, "mix"), slot_stride(t["q"], "q"),
         spec.heads, spec.key_heads, spec.value_dim,
         T=inputs.tokens, K=spec.key_dim, BK=min(launch.columns, spec.key_dim), R=rows,
-        L=length, LP=padded, num_stages=stages,
+        L=length, LP=padded,
         MAMBA2=not spec.rules.delta_rule, CHANNEL=channel, NORM=spec.qk_l2norm, SCALE=spec.query_scale,
         TOP=needs_top(state.copy), SKIP=skip is not None, GATE=gate is not None, ISA=isa,
     )  # fmt: skip

@@ -36,9 +36,14 @@ from . import traffic
 from .measure import STANDARD, Arm, Bench, arm_policy, check
 from .result import SpeedResult
 
-OPS = ("standard", "readout", "fold", "renew", "window", "plan")
-TIMED = {op: (op,) for op in ("readout", "fold", "renew", "plan")} | {"window": ("window", "window of a flush")}
-"""What decides, by op: of a window 15 launches of 16 are those of steps that read."""
+OPS = ("standard", "readout", "fold", "fold_long", "renew", "window", "plan")
+TIMED: dict[str, tuple[str, ...]] = {
+    **{op: (op,) for op in ("readout", "fold", "renew", "plan")},
+    "window": ("window", "window of a flush"),
+    "fold_long": ("fold",),
+}
+"""What decides, by op: of a window 15 launches of 16 are those of steps that read. fold_long is the fold of windows
+above 32."""
 WORTH = 0.98
 """A candidate replaces the table's launch where it takes less than this share of its time; repeats differ by 1 %."""
 
@@ -59,8 +64,8 @@ def candidates(op: str, base: Launch, spec: LayerSpec, programs: int = 132) -> l
     knobs: dict[str, Sequence[int]] = {"warps": (1, 2, 4, 8)}
     if op in ("standard", "readout"):
         knobs["rows"] = [4, 8, *rows] if op == "standard" else rows
-    elif op == "fold":
-        knobs |= {"warps": (2, 4, 8), "rows": [r for r in rows if r > 16], "columns": (16, 32, 64)}
+    elif op in ("fold", "fold_long"):
+        knobs |= {"warps": (1, 2, 4, 8), "rows": [r for r in rows if r > 16], "columns": (16, 32, 64)}
         knobs["programs"] = [programs * n for n in (2, 3, 4, 8)]
     elif op == "renew":
         knobs |= {"warps": (1, 2, 4), "rows": [8, *rows][:3], "programs": [programs * n for n in (8, 16, 32)]}
@@ -120,7 +125,7 @@ def _current(op: str, format: str, spec: LayerSpec, isa: int, batch: int) -> Lau
 
 def key_of(op: str, spec: LayerSpec, policy: StatePolicy | None) -> str:
     """The table's ``format`` of an op: the copy's, the family for windows and folds, nothing for the others."""
-    if op in ("window", "fold"):
+    if op in ("window", "fold", "fold_long"):
         return spec.family
     if policy is None or op == "plan":
         return ""
