@@ -62,9 +62,29 @@ def _plain(t: Tensor) -> Tensor:
 def load_states(path: str | os.PathLike[str], device: str = "cpu") -> dict[str, DecodeState]:
     """Read what ``save_states`` wrote, all of it checked against the file's checksum and its own description.
 
-    Raises FileFormatError where the file is not that, of another version, or damaged, and InvalidValueError where
-    there is none, or no such device.
+    A file that is replaced meanwhile is read again: safetensors opens it twice, for what it says of itself and for its
+    tensors. Raises FileFormatError where the file is not that, of another version, or damaged, and InvalidValueError
+    where there is none, or no such device.
     """
+    while True:
+        version = _version(path)
+        try:
+            return _loaded(path, device)
+        except FileFormatError:
+            if _version(path) == version:
+                raise
+
+
+def _version(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
+    """What tells a file from another that takes its place."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _loaded(path: str | os.PathLike[str], device: str) -> dict[str, DecodeState]:
     from safetensors import SafetensorError, safe_open
 
     try:

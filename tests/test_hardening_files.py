@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from quantize_state.kernels.step import scan
+from quantize_state.quant import storage
 from quantize_state.quant.errors import FileFormatError, InvalidValueError, QuantizeStateError
 from quantize_state.quant.storage import load_states, save_states
 
@@ -219,6 +220,25 @@ def test_an_interruption_while_writing_leaves_the_old_file(states, file, monkeyp
     with pytest.raises(KeyboardInterrupt):
         save_states(states, file)
     assert file.read_bytes() == before and [p.name for p in file.parent.iterdir()] == [file.name]
+
+
+def test_a_file_that_is_replaced_while_it_is_read(states, tmp_path, monkeypatch):
+    """Between its description and its tensors, which are opened one after the other; a damaged one stays damaged."""
+    path, real, calls = tmp_path / "state", storage.digest, []
+    save_states(states, path)
+
+    def replaced(*parts):
+        calls.append(parts)
+        if len(calls) == 1:
+            save_states(states, path)
+            return "of the file before"
+        return real(*parts)
+
+    monkeypatch.setattr(storage, "digest", replaced)
+    assert load_states(path).keys() == states.keys() and len(calls) == 3
+    monkeypatch.setattr(storage, "digest", lambda *parts: "of no file")
+    with pytest.raises(FileFormatError, match="damaged"):
+        load_states(path)
 
 
 def test_two_processes_writing_one_file(tmp_path):
