@@ -44,6 +44,12 @@ def test_layer_errors_are_those_of_the_layers_own_state(result):
         assert layer.state_error > 1e-2
 
 
+def test_growth_begins_where_the_arms_own_copy_is_read(loaded):
+    arms = evaluate(loaded, ["decoupled-nvfp4", "decoupled-nvfp4-w64"], tokens=512).arms
+    points = [{x.exponents.output.points for x in arm.layers} for arm in arms]
+    assert points == [{5}, {3}], "buckets from token 16 on, and from 64 on"
+
+
 def test_what_is_stored_is_what_was_returned(result):
     value, out = result
     assert Result.read(out / "result.json") == value

@@ -368,6 +368,15 @@ def test_tables_and_plot(result, capsys, tmp_path):
 
 
 @interpreted
+def test_shapes_of_one_batch_have_no_panel_beside_others(result):
+    found, _ = result
+    assert "tiny-mamba2" in speedup_svg([found]), "alone they have"
+    wide = [replace(c, shape="wide", batch=b) for b in (2, 64) for c in found.cases]
+    svg = speedup_svg([replace(found, cases=wide), found])
+    assert "wide" in svg and "tiny-mamba2" not in svg
+
+
+@interpreted
 def test_auto_is_timed_on_slots_that_come_from_the_standard_kernel():
     """Not on rings that are full, whose tokens it would apply first: that is one step of many."""
     spec, policy = TINY["mamba2"], StatePolicy(read="nvfp4", window=3)
